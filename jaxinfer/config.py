@@ -1,0 +1,132 @@
+"""Frozen, hashable configurations. Nothing here imports jax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be honoured: one line that says what is wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding, with the scaling that stretches it, in Hugging Face's words."""
+
+    rope_theta: float = 10000.0
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_position_embeddings: int = 0  # llama3 and yarn
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn: multiplies cos and sin; resolved by the family
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+    freq_factors: tuple[float, ...] = ()  # divide each frequency; GGUF's rope_freqs.weight
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What differs from layer to layer."""
+
+    rope: RopeConfig
+    sliding_window: int | None = None  # a token sees this many positions, its own included
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder, in Hugging Face's words. Holds no family's name in any decision.
+
+    `architecture` is for messages alone. `norm_offset` says that the checkpoint stores w where
+    the norm multiplies by 1 + w, and `interleaved_qk` that it stores the rows of q and k with each
+    head's halves interleaved; the loader undoes both, so the decoder never sees them.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    layers: tuple[LayerConfig, ...]
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    attention_bias: bool = False  # on q, k and v
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sandwich_norms: bool = False  # norms after attention and after the MLP too
+    norm_offset: bool = False
+    interleaved_qk: bool = False
+    embedding_scale: float = 1.0
+    query_scale: float | None = None  # multiplies q.k; None is head_dim ** -0.5
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention_scale(self) -> float:
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache. `num_pages` includes page 0, the null page."""
+
+    page_size: int
+    num_pages: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of continuous batching. All counts are positive."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int  # prefill tokens a step at most; decodes ride along
+    max_model_len: int
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling: Literal["fcfs", "priority"] = "fcfs"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What a user asks for; None means: derive it (`resolve` does, once)."""
+
+    model: str
+    tokenizer: str | None = None
+    revision: str | None = None
+    mesh: str = "1x1"
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    page_size: int = 16
+    num_pages: int | None = None
+    memory_utilization: float = 0.9
+    kv_cache_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling: Literal["fcfs", "priority"] = "fcfs"
+    seed: int = 0
+    cache_dir: str | None = None  # where the demo model is kept; None is ~/.cache/jaxinfer
+    compilation_cache_dir: str | None = None
+    rope_scaling: str | None = None  # JSON, as in config.json
+    verify: Literal["none", "size", "sha256"] = "size"
+    load_format: Literal["auto", "dummy"] = "auto"
+    attention: Literal["auto", "xla"] = "auto"
+
+    def replace(self, **changes: object) -> EngineConfig:
+        return replace(self, **changes)  # type: ignore[arg-type]

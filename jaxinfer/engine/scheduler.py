@@ -1,0 +1,416 @@
+"""Continuous batching: which tokens of which sequences the next step computes. Pure Python.
+
+Each step holds, in this order: one token of every running sequence whose prompt is computed;
+further chunks of the prompts that are under way; the first chunks of waiting sequences, while
+slots, pages and the budget of prefill tokens last. Sequences are ordered by arrival, or by
+priority and then arrival.
+
+**Overlap.** `schedule` for step n + 1 may be called before `commit` of step n, and no assumption
+is made of how many steps are in flight, save that the device runs them in order. Hence
+
+* `num_computed_tokens` and `num_inflight_samples` move when a step is scheduled, `token_ids` when
+  it is committed; a decode whose token nobody has read yet is scheduled by position;
+* the pages and the slot of a sequence that ends are free at once: a step in flight may still
+  write to them, but it does so before any step that is scheduled later. Its result is dropped;
+* a sequence preempted with a token in flight gets it at `commit` like any other, and isn't
+  admitted again before: that admission computes the token too.
+
+**Pages.** A sequence gets the pages of all its tokens when it is admitted, so that only a decode
+ever needs another one. When none is left, the last running sequence in the order is preempted:
+its pages are released, and it waits to be computed again from its tokens so far. An admission
+leaves one page to each running sequence, so that a newcomer is not preempted by the next step.
+
+**Progress.** Every request is finished, so long as it fits in the pool alone (`add` refuses those
+that don't) and, under the priority policy, so long as more urgent ones don't arrive for ever:
+
+1. The first running sequence in the order is never preempted. The victim is always the last, and
+   when that is the first itself, it owns every page in use, so `allocate` can't have failed.
+2. It is part of every step, unless all that is left of it is in flight: decodes come first, and
+   the budget goes to the chunks of earlier sequences before those of later ones. Each step
+   computes one more of its tokens at least, up to `max_total_tokens`, so it ends.
+3. Where nothing runs, nothing owns a page, and the first waiting sequence is admitted (after the
+   commit of its token in flight, if it has one).
+
+Siblings (n > 1) are ordinary sequences of one order: they share the full pages of their prompt
+through the prefix cache, those admitted after the commit of the pages, which is all but the first
+where the prompt fills a step's budget. Short prompts may be computed by several siblings.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+
+from jaxinfer.config import CacheConfig, ConfigError, SchedulerConfig
+from jaxinfer.engine.page_pool import PagePool
+from jaxinfer.engine.prefix_cache import PrefixCache, extend_hashes
+from jaxinfer.types import (
+    FinishReason,
+    RequestError,
+    ScheduledSeq,
+    Sequence,
+    SequenceStatus,
+    StepPlan,
+    StepResult,
+)
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """What the scheduler knows of an unfinished sequence beyond the sequence itself."""
+
+    sequence: Sequence
+    order: tuple[int, float, int]  # priority, arrival, seq_id
+    # Of the latest admission:
+    prefill_end: int = 0  # tokens that its prefill computes
+    first_step_id: int = 0
+    num_registered_pages: int = 0  # full pages that the prefix cache has been offered
+    page_ids: tuple[int, ...] = ()  # the sequence's, as a tuple that is made anew only when they change
+
+    def __lt__(self, other: _Entry) -> bool:
+        return self.order < other.order
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.sequence.num_computed_tokens < self.prefill_end
+
+
+class Scheduler:
+    """Owns the sequences, the slots and the pages. Not thread safe."""
+
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig, prefill_tile: int = 1) -> None:
+        """Args:
+          config: limits and policy.
+          cache: size of the paged KV cache.
+          prefill_tile: the runner lays chunks out in tiles of so many rows: a chunk of n tokens
+            takes ceil(n / prefill_tile) * prefill_tile rows of `max_num_batched_tokens`.
+
+        Raises:
+          ConfigError: the budget can't hold a tile, or a whole prompt where chunks are off.
+        """
+        if config.max_num_batched_tokens < prefill_tile:
+            raise ConfigError(
+                f"max_num_batched_tokens={config.max_num_batched_tokens} must be at least the prefill tile, "
+                f"{prefill_tile}"
+            )
+        # A preempted sequence's prompt is all its tokens, so each length up to the limit must fit.
+        num_rows = -(-config.max_model_len // prefill_tile) * prefill_tile
+        if not config.enable_chunked_prefill and config.max_num_batched_tokens < num_rows:
+            raise ConfigError(
+                f"max_num_batched_tokens={config.max_num_batched_tokens} must be at least {num_rows}, to "
+                f"hold a whole prompt of max_model_len={config.max_model_len}: raise it, lower that, "
+                "or turn enable_chunked_prefill on"
+            )
+        self._config = config
+        self._page_size = cache.page_size
+        self._tile = prefill_tile
+        self._prefix_cache = PrefixCache(cache.page_size) if config.enable_prefix_caching else None
+        self._pool = PagePool(
+            cache.num_pages, None if self._prefix_cache is None else self._prefix_cache.forget
+        )
+        self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest goes first
+        self._running: list[_Entry] = []  # in order
+        self._waiting: list[_Entry] = []  # a heap; entries that ended are dropped when they come first
+        self._num_waiting = 0
+        self._entries: dict[int, _Entry] = {}  # by seq_id, the unfinished
+        self._requests: dict[str, list[Sequence]] = {}  # by request_id, the unfinished
+        self._next_step_id = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no slot."""
+        return self._num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot."""
+        return len(self._running)
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Pages with an owner, as a fraction of all: 0 to 1."""
+        return self._pool.num_used / (self._pool.num_pages - 1)
+
+    @property
+    def max_tokens_that_fit(self) -> int:
+        """The most tokens, prompt and output, that a sequence alone can have."""
+        return (self._pool.num_pages - 1) * self._page_size + 1  # the last one is never computed
+
+    def pages_needed(self, num_tokens: int) -> int:
+        """Pages that hold the K and V of so many tokens."""
+        return -(-num_tokens // self._page_size)
+
+    def has_unfinished(self) -> bool:
+        """True while a sequence waits or runs."""
+        return bool(self._entries)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a new sequence.
+
+        Raises:
+          RequestError: it can never be computed: no token, no room for one more, or too few pages.
+        """
+        num_tokens, limit = len(sequence.token_ids), sequence.max_total_tokens
+        if not 0 < num_tokens < limit:
+            raise RequestError(
+                f"a prompt of {num_tokens} tokens must have from 1 to {limit - 1}, "
+                f"to leave room for a token in max_total_tokens={limit}",
+                param="prompt",
+            )
+        if limit > self.max_tokens_that_fit:
+            raise RequestError(
+                f"max_total_tokens={limit} must be at most {self.max_tokens_that_fit}, the tokens that the "
+                "KV cache holds: lower max_tokens or raise num_pages",
+                param="max_tokens",
+            )
+        request = sequence.request
+        priority = request.priority if self._config.scheduling == "priority" else 0
+        entry = _Entry(sequence, (priority, request.arrival_time_s, sequence.seq_id))
+        self._entries[sequence.seq_id] = entry
+        self._requests.setdefault(request.request_id, []).append(sequence)
+        self._wait(entry)
+
+    def abort(self, request_id: str) -> list[Sequence]:
+        """Ends the request's unfinished sequences, in flight or not, and returns them; [] if none are."""
+        sequences = list(self._requests.get(request_id, ()))
+        for sequence in sequences:
+            self.finish(sequence, FinishReason.ABORT)
+        return sequences
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Ends a sequence: its pages and slot are free at once. One that has ended gets the new reason."""
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+        entry = self._entries.pop(sequence.seq_id, None)
+        if entry is None:
+            return
+        if sequence.status is SequenceStatus.RUNNING:
+            self._release(entry)
+        else:
+            self._num_waiting -= 1
+        sequence.status = SequenceStatus.FINISHED
+        siblings = self._requests[sequence.request.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._requests[sequence.request.request_id]
+
+    def schedule(self) -> StepPlan | None:
+        """Plans the next step, which the caller then launches.
+
+        Returns None where there is nothing to compute before a step in flight is committed. With
+        no step in flight it is None only if `has_unfinished()` is False.
+        """
+        decodes = self._decode()
+        prefills, num_rows = self._continue_prefills(self._config.max_num_batched_tokens)
+        prefills += self._admit(num_rows)
+        if not decodes and not prefills:
+            return None
+        self._next_step_id += 1
+        return StepPlan(self._next_step_id - 1, tuple(decodes), tuple(prefills))
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
+        """Takes in what a step computed. Steps are committed in the order in which they were scheduled.
+
+        Returns the sequences that got a token, those among them that it ended included. What the
+        step computed for sequences that have ended since it was scheduled is dropped.
+        """
+        if result.step_id != plan.step_id:
+            raise ValueError(f"step_id={result.step_id} of the result must be the plan's, {plan.step_id}")
+        news: list[Sequence] = []
+        for item in plan.decodes + plan.prefills:
+            sequence = item.sequence
+            entry = self._entries.get(sequence.seq_id)
+            if entry is None:
+                continue
+            # Not where it was preempted since: those pages are another's by now.
+            if sequence.status is SequenceStatus.RUNNING and plan.step_id >= entry.first_step_id:
+                self._register_pages(entry, item.start + item.num_tokens)
+            if item.samples:
+                sequence.num_inflight_samples -= 1
+                self._append(sequence, result.sampled[sequence.seq_id].token_id)
+                news.append(sequence)
+        return news
+
+    def check(self) -> None:
+        """Raises AssertionError unless pages, slots and queues agree, as they do between any two calls."""
+        self._pool.check()
+        running = [entry.sequence for entry in self._running]
+        waiting = [e.sequence for e in self._waiting if e.sequence.status is SequenceStatus.WAITING]
+        owners = Counter(page_id for sequence in running for page_id in sequence.page_ids)
+        slots = self._free_slots + [sequence.slot for sequence in running if sequence.slot is not None]
+        for agree, what in (
+            (all(owners[i] == self._pool.ref_count(i) for i in range(self._pool.num_pages)), "page owners"),
+            (sorted(slots) == list(range(self._config.max_num_seqs)), "slots"),
+            (self._running == sorted(self._running), "order of the running"),
+            (all(e.page_ids == tuple(e.sequence.page_ids) for e in self._running), "page tuples"),
+            (len(waiting) == self._num_waiting, "number of the waiting"),
+            (len(waiting) + len(running) == len(self._entries), "number of the unfinished"),
+            (not any(s.page_ids or s.slot is not None for s in waiting), "the waiting hold nothing"),
+        ):
+            if not agree:
+                raise AssertionError(f"the scheduler's books don't agree: {what}")
+
+    def _decode(self) -> list[ScheduledSeq]:
+        """The next token of each sequence whose prompt is computed, preempting where pages run out."""
+        items: list[ScheduledSeq] = []
+        # Those preempted are the last of the list, so never one that was passed.
+        for entry in iter(self._running):
+            sequence = entry.sequence
+            num_tokens = len(sequence.token_ids) + sequence.num_inflight_samples
+            if entry.in_prefill or num_tokens >= sequence.max_total_tokens:
+                continue
+            if not self._grow(entry, self.pages_needed(num_tokens)):
+                break  # preempted itself, the last
+            items.append(self._scheduled(entry, num_tokens - 1, num_tokens, ()))
+        return items
+
+    def _grow(self, entry: _Entry, num_pages: int) -> bool:
+        """Gives a running sequence its pages; False where it was itself preempted for want of one."""
+        sequence = entry.sequence
+        num_missing = num_pages - len(sequence.page_ids)
+        if num_missing <= 0:
+            return True
+        while (page_ids := self._pool.allocate(num_missing)) is None:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is entry:
+                return False
+        sequence.page_ids += page_ids
+        entry.page_ids = tuple(sequence.page_ids)
+        return True
+
+    def _preempt(self, entry: _Entry) -> None:
+        """Sends a running sequence back to wait, to be computed again. Tokens in flight are still read."""
+        self._release(entry)
+        entry.sequence.num_computed_tokens = 0
+        entry.sequence.num_preemptions += 1
+        self._wait(entry)
+
+    def _continue_prefills(self, num_rows: int) -> tuple[list[ScheduledSeq], int]:
+        """Further chunks of prompts under way, and what is left of the budget `num_rows`."""
+        items: list[ScheduledSeq] = []
+        for entry in self._running:
+            if num_rows < self._tile:
+                break
+            if entry.in_prefill:
+                items.append(self._chunk(entry, num_rows))
+                num_rows -= self._rows(items[-1].num_tokens)
+        return items, num_rows
+
+    def _admit(self, num_rows: int) -> list[ScheduledSeq]:
+        """First chunks of waiting sequences, in order: none overtakes one that can't be admitted yet."""
+        items: list[ScheduledSeq] = []
+        while self._waiting and self._free_slots and num_rows >= self._tile:
+            entry = self._waiting[0]
+            if entry.sequence.status is SequenceStatus.FINISHED:
+                heapq.heappop(self._waiting)
+                continue
+            if entry.sequence.num_inflight_samples or not self._take_pages(entry, num_rows):
+                break
+            heapq.heappop(self._waiting)
+            self._num_waiting -= 1
+            entry.sequence.slot = heapq.heappop(self._free_slots)
+            entry.sequence.status = SequenceStatus.RUNNING
+            bisect.insort(self._running, entry)
+            items.append(self._chunk(entry, num_rows, first=True))
+            num_rows -= self._rows(items[-1].num_tokens)
+        return items
+
+    def _take_pages(self, entry: _Entry, num_rows: int) -> bool:
+        """Gives a waiting sequence pages for all its tokens; False, and none, where it can't start yet."""
+        sequence = entry.sequence
+        page_ids = self._match(sequence)
+        num_tokens = len(sequence.token_ids)
+        num_cached_tokens = len(page_ids) * self._page_size
+        if not self._config.enable_chunked_prefill and self._rows(num_tokens - num_cached_tokens) > num_rows:
+            return False
+        for page_id in page_ids:
+            self._pool.share(page_id)
+        num_missing = self.pages_needed(num_tokens) - len(page_ids)
+        if num_missing + len(self._running) > self._pool.num_free:
+            self._pool.release(page_ids)
+            return False
+        sequence.page_ids = page_ids + (self._pool.allocate(num_missing) or [])
+        sequence.num_computed_tokens = num_cached_tokens
+        if not sequence.num_preemptions:
+            sequence.num_cached_tokens = num_cached_tokens
+        entry.page_ids = tuple(sequence.page_ids)
+        entry.prefill_end = num_tokens
+        entry.first_step_id = self._next_step_id
+        entry.num_registered_pages = len(page_ids)
+        return True
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Pages of the prefix cache that hold the sequence's first tokens."""
+        # Log-probabilities of the prompt need the logits of all of it.
+        if self._prefix_cache is None or sequence.request.params.prompt_logprobs is not None:
+            return []
+        return self._prefix_cache.match(sequence.token_ids, sequence.page_hashes)
+
+    def _chunk(self, entry: _Entry, num_rows: int, first: bool = False) -> ScheduledSeq:
+        """The next chunk of a prefill, within a budget of one tile of rows or more.
+
+        A chunk that doesn't end the prefill ends at a multiple of the tile, so that its rows, and
+        those of the chunks after it, hold no padding.
+        """
+        start, end = entry.sequence.num_computed_tokens, entry.prefill_end
+        if self._rows(end - start) > num_rows:
+            end = (start + num_rows // self._tile * self._tile) // self._tile * self._tile
+        return self._scheduled(entry, start, end, tuple(entry.sequence.token_ids[start:end]), first)
+
+    def _scheduled(
+        self, entry: _Entry, start: int, end: int, token_ids: tuple[int, ...], first: bool = False
+    ) -> ScheduledSeq:
+        """Puts tokens [start, end) of a running sequence in the step, and counts them as computed."""
+        sequence = entry.sequence
+        assert sequence.slot is not None
+        samples = end >= entry.prefill_end
+        sequence.num_computed_tokens = end
+        sequence.num_inflight_samples += samples
+        return ScheduledSeq(
+            sequence, sequence.slot, start, end - start, token_ids, entry.page_ids, samples, first
+        )
+
+    def _rows(self, num_tokens: int) -> int:
+        """Rows that a chunk takes of the budget."""
+        return -(-num_tokens // self._tile) * self._tile
+
+    def _register_pages(self, entry: _Entry, num_tokens: int) -> None:
+        """Offers the prefix cache the full pages among a sequence's first `num_tokens`, now computed."""
+        num_pages = num_tokens // self._page_size
+        if self._prefix_cache is None or num_pages <= entry.num_registered_pages:
+            return
+        sequence = entry.sequence
+        extend_hashes(sequence.page_hashes, sequence.token_ids, num_pages, self._page_size)
+        for i in range(entry.num_registered_pages, num_pages):
+            if self._prefix_cache.insert(sequence.page_hashes[i], sequence.page_ids[i]):
+                self._pool.keep(sequence.page_ids[i])
+        entry.num_registered_pages = num_pages
+
+    def _append(self, sequence: Sequence, token_id: int) -> None:
+        """Adds a sampled token, and ends the sequence where it is its last."""
+        sequence.token_ids.append(token_id)
+        # The device masks stop ids before min_tokens, so one that arrives counts.
+        if token_id in sequence.stop_ids:
+            is_stop_token = token_id in sequence.request.params.stop_token_ids
+            self.finish(sequence, FinishReason.STOP, token_id if is_stop_token else None)
+        elif len(sequence.token_ids) >= sequence.max_total_tokens:
+            self.finish(sequence, FinishReason.LENGTH)
+
+    def _wait(self, entry: _Entry) -> None:
+        entry.sequence.status = SequenceStatus.WAITING
+        heapq.heappush(self._waiting, entry)
+        self._num_waiting += 1
+
+    def _release(self, entry: _Entry) -> None:
+        """Takes the pages and the slot from a running sequence."""
+        sequence = entry.sequence
+        assert sequence.slot is not None
+        self._pool.release(sequence.page_ids)
+        sequence.page_ids = []
+        entry.page_ids = ()
+        heapq.heappush(self._free_slots, sequence.slot)
+        sequence.slot = None
+        self._running.remove(entry)

@@ -1,0 +1,377 @@
+"""Command-line flags and the environment: the only place that reads either.
+
+Each command has a frozen options type and a function that makes it of an argument list. The flags
+live in an `absl.flags.FlagValues` of that call, so a command has just the flags that it honours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from absl import flags as absl_flags
+from absl import logging
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.types import RequestError, SamplingParams
+
+FlagValues = absl_flags.FlagValues
+T = TypeVar("T")
+
+_SAMPLING = tuple(
+    "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty "
+    "min_tokens max_tokens stop stop_token_ids ignore_eos seed".split()
+)
+_HINT = "; --help lists the flags"
+
+
+class UsageError(Exception):
+    """A flag that is wrong, unknown or missing: one line."""
+
+
+class HelpRequestedError(Exception):
+    """Not an error: the text that --help asks for."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The sampling flags: all of them as parameters, and those that were given, by name."""
+
+    params: SamplingParams
+    given: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Flags of `jaxinfer.generate`. `prompt` None is stdin."""
+
+    verbosity: int
+    engine: EngineConfig
+    sampling: Sampling
+    prompt: str | None
+    chat: bool
+    stats: bool
+    json: bool
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Flags of `jaxinfer.batch`."""
+
+    verbosity: int
+    engine: EngineConfig
+    sampling: Sampling
+    input: Path
+    output: Path
+    overwrite: bool
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Flags of `jaxinfer.serve`."""
+
+    verbosity: int
+    engine: EngineConfig
+    host: str
+    port: int
+    served_model_name: str
+    max_waiting_requests: int
+    shutdown_timeout_s: int
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Flags of `jaxinfer.bench`, and which measurement was named."""
+
+    verbosity: int
+    engine: EngineConfig
+    measurement: str
+    num_prompts: int
+    input_len: int
+    output_len: int
+    num_repeats: int
+    json_out: Path | None
+
+
+def generate_options(argv: Sequence[str]) -> GenerateOptions:
+    """Raises UsageError, or HelpRequestedError for --help; so do the functions below."""
+    values = _parse("generate", argv, _define_engine, _define_sampling, _define_generate)
+    return GenerateOptions(
+        values.verbosity,
+        engine_config(values),
+        _sampling(values),
+        values.prompt,
+        values.chat,
+        values.stats,
+        values.json,
+    )
+
+
+def batch_options(argv: Sequence[str]) -> BatchOptions:
+    """Flags of `jaxinfer.batch`; checks that the files' endings are known."""
+    values = _parse("batch", argv, _define_engine, _define_sampling, _define_batch)
+    for name in ("input", "output"):
+        path = _required(values, name, f"{name}.jsonl")
+        if not path.endswith(".jsonl"):
+            ending = Path(path).suffix or "no ending"
+            raise UsageError(f"flag --{name}={path}: {ending} is not supported; the name must end in .jsonl")
+    files = Path(values.input), Path(values.output)
+    return BatchOptions(values.verbosity, engine_config(values), _sampling(values), *files, values.overwrite)
+
+
+def serve_options(argv: Sequence[str]) -> ServeOptions:
+    """Flags of `jaxinfer.serve`."""
+    values = _parse("serve", argv, _define_engine, _define_serve)
+    config = engine_config(values)
+    return ServeOptions(
+        values.verbosity,
+        config,
+        values.host,
+        values.port,
+        values.served_model_name or config.model,
+        values.max_waiting_requests,
+        values.shutdown_timeout_s,
+    )
+
+
+def bench_options(argv: Sequence[str], measurements: Sequence[str]) -> BenchOptions:
+    """Flags of `jaxinfer.bench`, whose one argument is one of `measurements`."""
+    values = _parse("bench", argv, _define_engine, _define_bench, arguments="|".join(measurements))
+    arguments = values.remaining
+    if len(arguments) != 1 or arguments[0] not in measurements:
+        given = " ".join(arguments) or "nothing"
+        raise UsageError(f"bench measures one of {', '.join(measurements)}, not {given!r}{_HINT}")
+    return BenchOptions(
+        values.verbosity,
+        engine_config(values),
+        arguments[0],
+        values.num_prompts,
+        values.input_len,
+        values.output_len,
+        values.num_repeats,
+        Path(values.json_out) if values.json_out else None,
+    )
+
+
+def cache_dir() -> Path:
+    """Where the demo model and compiled programs are kept: $JAXINFER_CACHE_DIR or ~/.cache/jaxinfer."""
+    return Path(os.environ.get("JAXINFER_CACHE_DIR") or Path.home() / ".cache" / "jaxinfer")
+
+
+def engine_config(values: Any) -> EngineConfig:
+    """The engine flags as a configuration; raises UsageError."""
+    _required(values, "model", "demo")
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", values.mesh):
+        raise UsageError(f"flag --mesh={values.mesh}: must be DxT, data by tensor parallel, such as 1x1")
+    if values.rope_scaling is not None:
+        _check_json_object("rope_scaling", values.rope_scaling)
+    given = {field.name: getattr(values, field.name) for field in fields(EngineConfig) if field.name in values}
+    if values.compilation_cache_dir is None:
+        default = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(cache_dir() / "compiled")
+        given["compilation_cache_dir"] = default
+    return EngineConfig(**given, cache_dir=str(cache_dir()))
+
+
+def set_up_logging(verbosity: int) -> None:
+    """Sends absl's log to stderr: -1 is warnings and worse, 0 info, 1 debug."""
+    absl_flags.FLAGS.mark_as_parsed()  # absl warns of every line that it logs before
+    logging.use_absl_handler()
+    logging.set_verbosity(verbosity)
+
+
+# --- Parsing --------------------------------------------------------------------------------------
+
+
+class _Values(FlagValues):
+    """Flags, and the arguments that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["remaining"] = []
+
+
+def _parse(command: str, argv: Sequence[str], *definers: Callable[[Any], None], arguments: str = "") -> Any:
+    """The values of the flags that the definers define; arguments: what else the command takes."""
+    values = _Values()
+    _define_common(values)
+    own = set(values) - set(FlagValues())
+    for define in definers:
+        define(values)
+    try:
+        remaining = values(["", *argv])[1:]
+    except absl_flags.Error as error:
+        raise UsageError(f"{str(error).rstrip('.')}{_HINT}") from error
+    if values.help:
+        raise HelpRequestedError(_help(command, arguments, values, own))
+    if remaining and not arguments:
+        raise UsageError(f"{remaining[0]!r} is not a flag; flags are written --name=value{_HINT}")
+    values.__dict__["remaining"] = remaining
+    return values
+
+
+def _help(command: str, arguments: str, values: FlagValues, last: set[str]) -> str:
+    lines = [f"python -m jaxinfer.{command} {arguments + ' ' if arguments else ''}--name=value ...", ""]
+    names = [n for n in values if values[n].help and n not in ("flagfile", "undefok")]
+    for name in sorted(names, key=lambda n: (n in last, n)):
+        flag = values[name]
+        default = "none" if flag.default is None else json.dumps(flag.default)
+        text = (flag.help or "").replace(";\n    repeat this option to specify a list of values", "; may be repeated")
+        lines += [f"  --{name}  (default: {default})", f"      {text}"]
+    return "\n".join(lines)
+
+
+def _required(values: Any, name: str, example: str) -> str:
+    value = getattr(values, name)
+    if not value:
+        raise UsageError(f"flag --{name} is missing; for example --{name}={example}")
+    return value
+
+
+def _check_json_object(name: str, text: str) -> None:
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise UsageError(f"flag --{name}={text}: must be a JSON object, as in config.json")
+
+
+def _sampling(values: Any) -> Sampling:
+    # --seed is the engine's flag too: a request has a seed of its own only where it was given.
+    given = {name: getattr(values, name) for name in _SAMPLING if values[name].present}
+    try:
+        every = {name: getattr(values, name) for name in _SAMPLING if name != "seed"}
+        params = SamplingParams(**{**every, **given})
+    except RequestError as error:
+        raise UsageError(f"flag --{error}{_HINT}") from error
+    return Sampling(params, given)
+
+
+# --- The flags ------------------------------------------------------------------------------------
+
+
+def _define_common(values: FlagValues) -> None:
+    absl_flags.DEFINE_bool("help", False, "Print the flags and stop.", flag_values=values)
+    absl_flags.DEFINE_integer(
+        "verbosity", -1, "What is logged: -1 warnings, 0 info, 1 debug and tracebacks.", flag_values=values
+    )
+
+
+def _define_engine(values: FlagValues) -> None:
+    default = EngineConfig(model="")
+
+    def text(name: str, help_text: str) -> None:
+        absl_flags.DEFINE_string(name, getattr(default, name), help_text, flag_values=values)
+
+    def count(name: str, help_text: str) -> None:
+        absl_flags.DEFINE_integer(name, getattr(default, name), help_text, lower_bound=1, flag_values=values)
+
+    def switch(name: str, help_text: str) -> None:
+        absl_flags.DEFINE_bool(name, getattr(default, name), help_text, flag_values=values)
+
+    def choice(name: str, allowed: list[str], help_text: str) -> None:
+        absl_flags.DEFINE_enum(name, getattr(default, name), allowed, help_text, flag_values=values)
+
+    absl_flags.DEFINE_string(
+        "model", None, 'A directory, a .gguf file, a Hugging Face id, or "demo".', flag_values=values
+    )
+    text("tokenizer", "A directory, tokenizer.json or .gguf file; none is the model's own.")
+    text("revision", "Branch, tag or commit of a Hugging Face id.")
+    text("mesh", "DxT: D data-parallel groups of T-way tensor parallelism.")
+    choice("dtype", ["auto", "float32", "bfloat16", "float16"], "Of weights and activations.")
+    choice("kv_cache_dtype", ["auto", "float32", "bfloat16", "float16"], "Of the KV cache; auto is --dtype.")
+    count("max_model_len", "Tokens of prompt and output at most; none is the model's own limit.")
+    count("max_num_seqs", "Sequences that are decoded together.")
+    count("max_num_batched_tokens", "Prompt tokens a step at most.")
+    count("page_size", "Tokens in a page of the KV cache.")
+    count("num_pages", "Pages of the KV cache; none is what the memory allows.")
+    absl_flags.DEFINE_float(
+        "memory_utilization",
+        default.memory_utilization,
+        "Fraction of the device's memory that may be used.",
+        lower_bound=0.01,
+        upper_bound=1.0,
+        flag_values=values,
+    )
+    count("kv_cache_bytes", "Bytes of the KV cache; none is what the memory allows.")
+    switch("enable_prefix_caching", "Keep the pages of prompts for prompts that begin alike.")
+    switch("enable_chunked_prefill", "Spread long prompts over several steps.")
+    choice("scheduling", ["fcfs", "priority"], "The order in which requests are admitted.")
+    absl_flags.DEFINE_integer("seed", default.seed, "Of sampling; a request's own goes first.", flag_values=values)
+    text("compilation_cache_dir", 'Where compiled programs are kept; none is the cache directory, "" is nowhere.')
+    text("rope_scaling", "A JSON object, as in config.json, in place of the model's own.")
+    choice("verify", ["none", "size", "sha256"], "How the checkpoint's files are checked.")
+    choice("load_format", ["auto", "dummy"], "dummy is random weights.")
+    choice("attention", ["auto", "xla"], "The attention kernel.")
+
+
+def _define_sampling(values: FlagValues) -> None:
+    default = SamplingParams()
+    for name, start, help_text in (
+        ("temperature", 0.0, "0 is greedy."),
+        ("top_p", default.top_p, "Keep the likeliest tokens whose probabilities reach this sum."),
+        ("min_p", default.min_p, "Keep tokens at least this fraction as likely as the likeliest."),
+        ("repetition_penalty", default.repetition_penalty, "Over 1 disfavours tokens of prompt and output."),
+        ("presence_penalty", default.presence_penalty, "Taken from the logits of the output's tokens."),
+        ("frequency_penalty", default.frequency_penalty, "The same, for each time that a token came."),
+    ):
+        absl_flags.DEFINE_float(name, start, help_text, flag_values=values)
+    absl_flags.DEFINE_integer("top_k", default.top_k, "Keep the k likeliest tokens; 0 is all.", flag_values=values)
+    absl_flags.DEFINE_integer("min_tokens", default.min_tokens, "Tokens before the output may end.", flag_values=values)
+    absl_flags.DEFINE_integer("max_tokens", 256, "Tokens of output at most.", flag_values=values)
+    absl_flags.DEFINE_multi_string("stop", [], "A string that ends the output", flag_values=values)
+    absl_flags.DEFINE_multi_integer("stop_token_ids", [], "A token id that ends the output", flag_values=values)
+    absl_flags.DEFINE_bool("ignore_eos", False, "Go on after the end of sequence.", flag_values=values)
+
+
+def _define_generate(values: FlagValues) -> None:
+    absl_flags.DEFINE_string("prompt", None, "The text to go on from; none is stdin.", flag_values=values)
+    absl_flags.DEFINE_bool(
+        "chat", False, "Hold a conversation, a line of stdin a turn; --prompt is its only turn.", flag_values=values
+    )
+    absl_flags.DEFINE_bool("stats", False, "Print stages, latencies and tokens a second to stderr.", flag_values=values)
+    absl_flags.DEFINE_bool("json", False, "Print one JSON object an answer.", flag_values=values)
+
+
+def _define_batch(values: FlagValues) -> None:
+    absl_flags.DEFINE_string("input", None, "A .jsonl file, a request a line.", flag_values=values)
+    absl_flags.DEFINE_string("output", None, "The .jsonl file to write, an answer a line.", flag_values=values)
+    absl_flags.DEFINE_bool("overwrite", False, "Replace the output where it exists.", flag_values=values)
+
+
+def _define_serve(values: FlagValues) -> None:
+    absl_flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is all of them.", flag_values=values)
+    absl_flags.DEFINE_integer(
+        "port", 8000, "Port to listen on; 0 is any free one.", lower_bound=0, upper_bound=65535, flag_values=values
+    )
+    absl_flags.DEFINE_string("served_model_name", None, "The model's name in the API; none is --model.", flag_values=values)
+    absl_flags.DEFINE_integer(
+        "max_waiting_requests",
+        1024,
+        "Requests without a first token, over which new ones are answered with 429.",
+        lower_bound=1,
+        flag_values=values,
+    )
+    absl_flags.DEFINE_integer(
+        "shutdown_timeout_s",
+        30,
+        "Seconds that running requests have to end after SIGINT or SIGTERM.",
+        lower_bound=0,
+        flag_values=values,
+    )
+
+
+def _define_bench(values: FlagValues) -> None:
+    for name, start, help_text in (
+        ("num_prompts", 32, "Prompts of `throughput`, given at once."),
+        ("input_len", 128, "Tokens of a prompt."),
+        ("output_len", 128, "Tokens of an output."),
+        ("num_repeats", 3, "Runs of `latency`, of which the median counts."),
+    ):
+        absl_flags.DEFINE_integer(name, start, help_text, lower_bound=1, flag_values=values)
+    absl_flags.DEFINE_string("json_out", None, "A file for the figures as JSON.", flag_values=values)

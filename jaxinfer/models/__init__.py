@@ -1,0 +1,1 @@
+"""The decoder, the families it covers, and the loading of its weights."""

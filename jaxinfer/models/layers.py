@@ -1,0 +1,143 @@
+"""Norm, rotary embedding, linear and activation: the pieces that the decoder is made of.
+
+Dims: T tokens of this step, N heads, H head_dim. Weights are [out, in], as Hugging Face stores them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from jaxinfer.config import RopeConfig
+
+
+def linear(
+    weight: jax.Array,
+    x: jax.Array,
+    bias: jax.Array | None = None,
+    out_dtype: jnp.dtype | None = None,
+) -> jax.Array:
+    """x [T, in] times weight [out, in] transposed, plus bias [out]: [T, out] in out_dtype (x's dtype).
+
+    Products are summed in float32.
+    """
+    out = lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)
+    return out.astype(out_dtype or x.dtype)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, in float32; the result has x's dtype."""
+    x32 = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def activation(name: str) -> Callable[[jax.Array], jax.Array]:
+    """The gate's non-linearity, by Hugging Face's name."""
+    if name == "silu":
+        return jax.nn.silu
+    if name == "gelu_pytorch_tanh":
+        return lambda x: jax.nn.gelu(x, approximate=True)
+    raise ValueError(f"hidden_act={name!r} must be silu or gelu_pytorch_tanh")
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """cap * tanh(x / cap), or x where there is no cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def rope_inv_freq(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Angles per position, float32 [H / 2], with the scaling applied.
+
+    Formulas: Su et al. 2021 (RoFormer); linear: Chen et al. 2023; yarn: Peng et al. 2023;
+    llama3: Meta's reference code. They agree with transformers' modeling_rope_utils.
+    """
+    inv_freq = rope.rope_theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.freq_factors:
+        inv_freq = inv_freq / np.asarray(rope.freq_factors, np.float64)
+    if rope.rope_type == "linear":
+        inv_freq = inv_freq / rope.factor
+    elif rope.rope_type == "llama3":
+        inv_freq = _llama3_inv_freq(rope, inv_freq)
+    elif rope.rope_type == "yarn":
+        inv_freq = _yarn_inv_freq(rope, inv_freq, head_dim)
+    return inv_freq.astype(np.float32)
+
+
+def _llama3_inv_freq(rope: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
+    """Long wavelengths are divided by factor, short ones kept, those between blended."""
+    turns = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    keep = np.clip((turns - rope.low_freq_factor) / span, 0.0, 1.0)
+    return inv_freq * (keep + (1 - keep) / rope.factor)
+
+
+def _yarn_inv_freq(rope: RopeConfig, inv_freq: np.ndarray, head_dim: int) -> np.ndarray:
+    """Dimensions that turn less than beta_slow times are divided by factor, over beta_fast kept."""
+
+    def dimension_of(turns: float) -> float:
+        ratio = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(rope.rope_theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    # The 0.001 keeps an empty range from dividing by zero, as the reference code does.
+    ramp = (np.arange(head_dim // 2) - low) / ((high - low) or 0.001)
+    keep = 1 - np.clip(ramp, 0.0, 1.0)
+    return inv_freq * (keep + (1 - keep) / rope.factor)
+
+
+def rope_table(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of each position's angles, float32 [T, H / 2] each."""
+    angles = positions.astype(jnp.float32)[:, None] * rope_inv_freq(rope, head_dim)[None, :]
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate x [T, N, H], whose halves are the pairs' first and second members (Hugging Face's order)."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return out.astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """weight [out, in] and perhaps a bias [out]."""
+
+    def __init__(self, num_in: int, num_out: int, dtype: jnp.dtype, use_bias: bool = False) -> None:
+        self.weight = nnx.Param(jnp.zeros((num_out, num_in), dtype))
+        self.bias = nnx.Param(jnp.zeros((num_out,), dtype)) if use_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return linear(self.weight[...], x, None if self.bias is None else self.bias[...])
+
+
+class RMSNorm(nnx.Module):
+    """weight [dim], kept in float32: it is small, and 1 + w is not exact in bfloat16."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((dim,), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.weight[...], self.eps)
+
+
+class Embedding(nnx.Module):
+    """weight [V, D]; also the head where embeddings are tied."""
+
+    def __init__(self, vocab_size: int, dim: int, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.zeros((vocab_size, dim), dtype))
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:
+        return jnp.take(self.weight[...], token_ids, axis=0, mode="clip")

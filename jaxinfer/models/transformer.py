@@ -1,0 +1,221 @@
+"""The one decoder. `ModelConfig` alone decides what it computes; it holds no family's name.
+
+Dims: T tokens of this step, R rows that need logits, N query heads, K key/value heads, H head_dim,
+D hidden, F ffn, V vocab. Parameter paths mirror Hugging Face's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.config import LayerConfig, ModelConfig
+from jaxinfer.models.layers import (
+    Embedding,
+    Linear,
+    RMSNorm,
+    activation,
+    apply_rope,
+    linear,
+    rope_table,
+    soft_cap,
+)
+
+# One layer's part of the KV cache: whatever the attention function takes and gives back.
+KVPages = Any
+
+
+class AttentionFn(Protocol):
+    """Writes k and v where `metadata` says and attends. Hashable; the same object for every layer."""
+
+    def __call__(
+        self,
+        q: jax.Array,  # [T, N, H]
+        k: jax.Array,  # [T, K, H]
+        v: jax.Array,  # [T, K, H]
+        kv_pages: KVPages,
+        metadata: Any,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+    ) -> tuple[jax.Array, KVPages]: ...
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary embedding, and norms on q and k where the model has them."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.config = config
+        q_dim = config.num_attention_heads * config.head_dim
+        kv_dim = config.num_key_value_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, q_dim, dtype, config.attention_bias)
+        self.k_proj = Linear(config.hidden_size, kv_dim, dtype, config.attention_bias)
+        self.v_proj = Linear(config.hidden_size, kv_dim, dtype, config.attention_bias)
+        self.o_proj = Linear(q_dim, config.hidden_size, dtype, config.attention_out_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        kv_pages: KVPages,
+        metadata: Any,
+        layer: LayerConfig,
+        attend: AttentionFn,
+    ) -> tuple[jax.Array, KVPages]:
+        """x [T, D] -> [T, D], and the layer's pages with this step's k and v written."""
+        config, num_tokens = self.config, x.shape[0]
+        q = self.q_proj(x).reshape(num_tokens, config.num_attention_heads, config.head_dim)
+        k = self.k_proj(x).reshape(num_tokens, config.num_key_value_heads, config.head_dim)
+        v = self.v_proj(x).reshape(num_tokens, config.num_key_value_heads, config.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out, kv_pages = attend(
+            apply_rope(q, *rope),
+            apply_rope(k, *rope),
+            v,
+            kv_pages,
+            metadata,
+            scale=config.attention_scale,
+            sliding_window=layer.sliding_window,
+            soft_cap=config.attn_logit_softcapping,
+        )
+        return self.o_proj(out.reshape(num_tokens, -1).astype(x.dtype)), kv_pages
+
+
+class MLP(nnx.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.hidden_act = config.hidden_act
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, dtype, config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, dtype, config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, dtype, config.mlp_bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(activation(self.hidden_act)(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each with a norm before it, and with sandwich norms one after it too.
+
+    The names are Hugging Face's: `post_attention_layernorm` stands before the MLP, except with
+    sandwich norms, where it stands after the attention.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+        self.sandwich_norms = config.sandwich_norms
+        self.self_attn = Attention(config, dtype)
+        self.mlp = MLP(config, dtype)
+        self.input_layernorm = norm()
+        self.post_attention_layernorm = norm()
+        if config.sandwich_norms:
+            self.pre_feedforward_layernorm = norm()
+            self.post_feedforward_layernorm = norm()
+
+    def __call__(
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        kv_pages: KVPages,
+        metadata: Any,
+        layer: LayerConfig,
+        attend: AttentionFn,
+    ) -> tuple[jax.Array, KVPages]:
+        """x [T, D] -> [T, D], and the layer's pages with this step's k and v written."""
+        out, kv_pages = self.self_attn(self.input_layernorm(x), rope, kv_pages, metadata, layer, attend)
+        if self.sandwich_norms:
+            x = x + self.post_attention_layernorm(out)
+            out = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        else:
+            x = x + out
+            out = self.mlp(self.post_attention_layernorm(x))
+        return x + out, kv_pages
+
+
+@partial(jax.jit, static_argnames=("layer", "attend"))
+def _run_layer(
+    module: DecoderLayer,
+    x: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    kv_pages: KVPages,
+    metadata: Any,
+    *,
+    layer: LayerConfig,
+    attend: AttentionFn,
+) -> tuple[jax.Array, KVPages]:
+    """Jitted so that layers of equal config are traced and lowered once; XLA inlines the calls."""
+    return module(x, rope, kv_pages, metadata, layer, attend)
+
+
+class Backbone(nnx.Module):
+    """Embeddings, layers and the final norm: `model.` in Hugging Face's names."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers = nnx.List([DecoderLayer(config, dtype) for _ in config.layers])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Transformer(nnx.Module):
+    """A decoder-only language model.
+
+    A fresh one has zeros for weights: make it under `nnx.eval_shape`, and fill it with
+    `weights.load_model` or `weights.random_model`. It is a pytree; `jax.tree.flatten` it once, and
+    pass the leaves to jitted steps, since flattening it takes longer than a small step.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.config = config
+        self.model = Backbone(config, dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
+
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv_pages: tuple[KVPages, ...],
+        metadata: Any,
+        attend: AttentionFn,
+    ) -> tuple[jax.Array, tuple[KVPages, ...]]:
+        """The hidden state of each token, after the final norm.
+
+        Args:
+          token_ids: int32 [T], of any number of sequences.
+          positions: int32 [T], each token's place in its sequence, from 0.
+          kv_pages: one entry a layer, handed to `attend`.
+          metadata: handed to `attend`; a pytree.
+          attend: writes k and v, and attends.
+
+        Returns:
+          hidden [T, D] in the weights' dtype, and the kv_pages after the writes.
+        """
+        config = self.config
+        x = self.model.embed_tokens(token_ids)
+        if config.embedding_scale != 1.0:
+            x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        distinct = dict.fromkeys(layer.rope for layer in config.layers)
+        ropes = {rope: rope_table(rope, config.head_dim, positions) for rope in distinct}
+        pages: list[KVPages] = []
+        for module, layer, layer_pages in zip(self.model.layers, config.layers, kv_pages, strict=True):
+            x, layer_pages = _run_layer(
+                module, x, ropes[layer.rope], layer_pages, metadata, layer=layer, attend=attend
+            )
+            pages.append(layer_pages)
+        return self.model.norm(x), tuple(pages)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [R, D] -> float32 logits [R, V], soft-capped where the model says so."""
+        head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        scores = linear(head.weight[...], hidden, out_dtype=jnp.float32)
+        return soft_cap(scores, self.config.final_logit_softcapping)

@@ -1,0 +1,289 @@
+"""Checkpoint tensors -> the decoder's parameters: the rule table and the streaming, sharded loader.
+
+Every tensor name matches one rule or is known to be no weight, and every parameter is filled once;
+what does not fit is reported together, by name. Tensors are read one at a time, a shard's slice at
+a time, so that the host never holds much more than the model itself.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.models.transformer import Transformer
+from jaxinfer_checkpoints.reader import CheckpointReader, Problems
+
+Index = tuple[slice, ...]
+Transform = Literal["none", "add_one", "unpermute"]
+# (parameter path, shape) -> where the parameter lies.
+ShardingFn = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
+
+INIT_SCALE = 0.02  # standard deviation of random weights, Hugging Face's initializer_range
+
+_COMPARE_ROWS = 4096
+_BLOCK_BYTES = 8 << 20  # read at once, in the target dtype: what bounds the temporaries
+_ALIGNMENT = 64  # of a buffer that XLA's CPU client takes over without a copy
+
+
+@dataclass(frozen=True)
+class Rule:
+    r"""A checkpoint name's pattern -> the parameter's path, with the pattern's groups as \1, \2 ..."""
+
+    pattern: str
+    path: str
+    transform: Transform = "none"
+
+
+def rules(config: ModelConfig, format: Literal["safetensors", "gguf"]) -> tuple[Rule, ...]:
+    """The rule table of a format. Patterns match whole names."""
+    return _gguf_rules(config) if format == "gguf" else _hugging_face_rules(config)
+
+
+def _hugging_face_rules(config: ModelConfig) -> tuple[Rule, ...]:
+    """Hugging Face's names are our paths. Multimodal checkpoints put a prefix before them."""
+    norm: Transform = "add_one" if config.norm_offset else "none"
+    model = r"(?:model|language_model\.model|model\.language_model)"
+    layer = model + r"\.layers\.(\d+)\."
+    return (
+        Rule(model + r"\.embed_tokens\.weight", "model.embed_tokens.weight"),
+        Rule(r"(?:language_model\.)?lm_head\.weight", "lm_head.weight"),
+        Rule(model + r"\.norm\.weight", "model.norm.weight", norm),
+        Rule(layer + r"(\w+_layernorm)\.weight", r"model.layers.\1.\2.weight", norm),
+        Rule(layer + r"self_attn\.([qk]_norm)\.weight", r"model.layers.\1.self_attn.\2.weight", norm),
+        Rule(layer + r"self_attn\.([qkvo]_proj)\.(weight|bias)", r"model.layers.\1.self_attn.\2.\3"),
+        Rule(layer + r"mlp\.(gate_proj|up_proj|down_proj)\.(weight|bias)", r"model.layers.\1.mlp.\2.\3"),
+    )
+
+
+def _gguf_rules(config: ModelConfig) -> tuple[Rule, ...]:
+    """llama.cpp's names. Its converter interleaves the rows of Llama's q and k, two halves a head."""
+    qk: Transform = "unpermute" if config.interleaved_qk else "none"
+    layer = r"blk\.(\d+)\."
+    ours = r"model.layers.\1."
+    before_mlp = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
+    return (
+        Rule(r"token_embd\.weight", "model.embed_tokens.weight"),
+        Rule(r"output\.weight", "lm_head.weight"),
+        Rule(r"output_norm\.weight", "model.norm.weight"),
+        Rule(layer + r"attn_norm\.weight", ours + "input_layernorm.weight"),
+        Rule(layer + r"post_attention_norm\.weight", ours + "post_attention_layernorm.weight"),
+        Rule(layer + r"ffn_norm\.weight", ours + f"{before_mlp}.weight"),
+        Rule(layer + r"post_ffw_norm\.weight", ours + "post_feedforward_layernorm.weight"),
+        Rule(layer + r"attn_([qk])_norm\.weight", ours + r"self_attn.\2_norm.weight"),
+        Rule(layer + r"attn_([qk])\.(weight|bias)", ours + r"self_attn.\2_proj.\3", qk),
+        Rule(layer + r"attn_v\.(weight|bias)", ours + r"self_attn.v_proj.\2"),
+        Rule(layer + r"attn_output\.(weight|bias)", ours + r"self_attn.o_proj.\2"),
+        Rule(layer + r"ffn_(gate|up|down)\.(weight|bias)", ours + r"mlp.\2_proj.\3"),
+    )
+
+
+# Tensors that checkpoints carry and the decoder derives, or leaves to another half of the model.
+NO_WEIGHTS = re.compile(
+    r".*\.rotary_emb\.inv_freq|.*\.attention\.masked_bias|rope_freqs\.weight"
+    r"|(?:model\.)?vision_tower\..*|(?:model\.)?multi_modal_projector\..*"
+)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a parameter comes from."""
+
+    name: str
+    transform: Transform
+
+
+def load_model(
+    reader: CheckpointReader,
+    model_config: ModelConfig,
+    dtype: jnp.dtype,
+    *,
+    sharding: ShardingFn | None = None,
+) -> Transformer:
+    """The model with the checkpoint's weights, streamed leaf by leaf.
+
+    Args:
+      reader: an open checkpoint.
+      model_config: made from the same checkpoint.
+      dtype: of the weights; norms stay float32.
+      sharding: where each parameter lies; None puts all on the first device.
+
+    Raises:
+      CheckpointError: with the names of all missing, unexpected and misshapen tensors.
+    """
+    abstract = _abstract(model_config, dtype)
+    sources = _match(reader, model_config, abstract)
+
+    def read(path: str, leaf: jax.ShapeDtypeStruct, index: Index) -> np.ndarray:
+        source = sources[path]
+        if source.transform == "unpermute":
+            values = _read_unpermuted(reader, source.name, index, leaf.shape, model_config.head_dim)
+        else:
+            values = reader.read(source.name, index)
+        return values.astype(np.float32) + np.float32(1.0) if source.transform == "add_one" else values
+
+    return _fill(abstract, read, sharding)
+
+
+def random_model(
+    model_config: ModelConfig, dtype: jnp.dtype, seed: int, *, sharding: ShardingFn | None = None
+) -> Transformer:
+    """The model with random weights of Hugging Face's initial scale (load_format=dummy)."""
+    abstract = _abstract(model_config, dtype)
+    order = {path: i for i, path in enumerate(_leaves(abstract))}
+
+    def draw(path: str, leaf: jax.ShapeDtypeStruct, index: Index) -> np.ndarray:
+        shape = tuple(part.stop - part.start for part in index)
+        if path.endswith("norm.weight"):
+            return np.ones(shape, leaf.dtype)
+        # Seeded by the place, so that shards of one parameter differ.
+        rng = np.random.default_rng([seed, order[path], *(part.start for part in index)])
+        return rng.standard_normal(shape, dtype=np.float32) * np.float32(INIT_SCALE)
+
+    return _fill(abstract, draw, sharding)
+
+
+def _abstract(config: ModelConfig, dtype: jnp.dtype) -> Transformer:
+    """The model with shapes for weights."""
+    return nnx.eval_shape(lambda: Transformer(config, dtype))
+
+
+def _leaves(model: Transformer) -> dict[str, jax.ShapeDtypeStruct]:
+    """Parameter path -> shape and dtype."""
+    return {path: leaf for path, leaf, _ in _walk(model)}
+
+
+def _walk(model: Transformer) -> Iterator[tuple[str, jax.ShapeDtypeStruct, nnx.Param]]:
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        yield ".".join(str(part) for part in path), param.get_value(), param
+
+
+ReadFn = Callable[[str, jax.ShapeDtypeStruct, Index], np.ndarray]
+
+
+def _fill(
+    abstract: Transformer,
+    read: ReadFn,
+    sharding: ShardingFn | None,
+) -> Transformer:
+    """The model with each leaf made of what `read` gives for each shard's slice."""
+    place = sharding or _on_first_device()
+    graph, state = nnx.split(abstract)
+    filled = []
+    for path, param in nnx.to_flat_state(state):
+        name, leaf = ".".join(str(part) for part in path), param.get_value()
+        array = jax.make_array_from_callback(
+            leaf.shape,
+            place(name, leaf.shape),
+            lambda index, name=name, leaf=leaf: _in_blocks(read, name, leaf, _bounded(index, leaf.shape)),
+        )
+        filled.append((path, param.replace(array)))
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _on_first_device() -> ShardingFn:
+    one = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("model",)), PartitionSpec())
+    return lambda path, shape: one
+
+
+def _in_blocks(read: ReadFn, path: str, leaf: jax.ShapeDtypeStruct, index: Index) -> np.ndarray:
+    """What `read` gives for index, read some rows at a time into a buffer that XLA need not copy."""
+    shape = tuple(part.stop - part.start for part in index)
+    num_bytes = math.prod(shape) * leaf.dtype.itemsize
+    raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    out = raw[start : start + num_bytes].view(leaf.dtype).reshape(shape)
+    rows = max(1, _BLOCK_BYTES * shape[0] // max(num_bytes, 1))
+    for first in range(0, shape[0], rows):
+        last = min(first + rows, shape[0])
+        block = slice(index[0].start + first, index[0].start + last)
+        out[first:last] = read(path, leaf, (block, *index[1:]))
+    return out
+
+
+def _bounded(index: Index, shape: tuple[int, ...]) -> Index:
+    """The same index with start and stop given."""
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
+
+
+# --- Matching names -------------------------------------------------------------------------------
+
+
+def _match(reader: CheckpointReader, config: ModelConfig, abstract: Transformer) -> dict[str, _Source]:
+    """Parameter path -> source, for all of them.
+
+    Raises:
+      CheckpointError: naming everything that does not fit.
+    """
+    leaves = _leaves(abstract)
+    table = [(re.compile(rule.pattern), rule) for rule in rules(config, reader.format)]
+    sources: dict[str, _Source] = {}
+    tied_heads: list[str] = []
+    problems = Problems(reader.path)
+    unexpected = f"tensors that {config.architecture} has no place for"
+    for name, info in reader.tensors.items():
+        found = next(((match, rule) for regex, rule in table if (match := regex.fullmatch(name))), None)
+        path = found[0].expand(found[1].path) if found else ""
+        if path == "lm_head.weight" and config.tie_word_embeddings:
+            tied_heads.append(name)
+        elif found is None or path not in leaves:
+            if not NO_WEIGHTS.fullmatch(name):
+                problems.add(unexpected, name)
+        elif path in sources:
+            problems.add("tensors that are the same parameter", sources[path].name, name)
+        else:
+            sources[path] = _Source(name, found[1].transform)
+            if tuple(info.shape) != leaves[path].shape:
+                shapes = f"{list(info.shape)} instead of {list(leaves[path].shape)}"
+                problems.add("misshapen tensors", f"{name} {shapes}")
+    embedding = sources.get("model.embed_tokens.weight")
+    for name in tied_heads:
+        if embedding is not None and not _equal(reader, name, embedding.name):
+            problems.add(f"the head of a tied model, unlike {embedding.name}", name)
+    missing = [path for path in leaves if path not in sources]
+    if missing:
+        problems.add("missing tensors", *missing)
+    problems.raise_if_any()
+    return sources
+
+
+def _equal(reader: CheckpointReader, name: str, other: str) -> bool:
+    """Whether two matrices of the checkpoint hold the same values."""
+    rows, columns = reader.tensors[name].shape
+    if reader.tensors[other].shape != (rows, columns):
+        return False
+    blocks = [slice(first, min(first + _COMPARE_ROWS, rows)) for first in range(0, rows, _COMPARE_ROWS)]
+    return all(
+        np.array_equal(
+            reader.read(name, (block, slice(columns))), reader.read(other, (block, slice(columns)))
+        )
+        for block in blocks
+    )
+
+
+# --- Transforms -----------------------------------------------------------------------------------
+
+
+def _read_unpermuted(
+    reader: CheckpointReader, name: str, index: Index, shape: tuple[int, ...], head_dim: int
+) -> np.ndarray:
+    """Rows of q or k in Hugging Face's order, for any slice.
+
+    In GGUF a head's rows go 0, H/2, 1, H/2 + 1, ...; here they go 0, 1, ..., H - 1. Whole heads are
+    read, since a slice of the one order is scattered in the other.
+    """
+    first = index[0].start // head_dim * head_dim
+    last = min(-(-index[0].stop // head_dim) * head_dim, shape[0])
+    heads = reader.read(name, (slice(first, last), *index[1:]))
+    pairs = heads.reshape(-1, head_dim // 2, 2, *heads.shape[1:])
+    rows = pairs.swapaxes(1, 2).reshape(heads.shape)
+    return rows[index[0].start - first : index[0].stop - first]

@@ -1,0 +1,74 @@
+"""What is no checkpoint, and what does not pass verification."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxinfer_checkpoints import CheckpointError, hub, open_checkpoint
+
+
+def write_model(directory: Path) -> Path:
+    save_file({"a": np.arange(4.0)}, directory / "model.safetensors")
+    (directory / "config.json").write_text("{}")
+    return directory / "model.safetensors"
+
+
+def test_things_that_are_no_checkpoint(tmp_path):
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "weightless").mkdir()
+    (tmp_path / "weightless" / "config.json").write_text("{}")
+    for path, shown in [
+        (tmp_path / "absent", "absent: no such file or directory"),
+        (tmp_path, "the directory has no config.json"),
+        (tmp_path / "weightless", "has neither model.safetensors nor model.safetensors.index.json"),
+        (tmp_path / "notes.txt", "notes.txt: not a GGUF file"),
+    ]:
+        with pytest.raises(CheckpointError, match=shown) as caught:
+            open_checkpoint(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_tensor_is_named(tmp_path):
+    write_model(tmp_path)
+    with pytest.raises(CheckpointError, match="no tensor 'b'"):
+        open_checkpoint(tmp_path).read("b")
+
+
+def test_too_many_slices_are_refused(tmp_path):
+    write_model(tmp_path)
+    with pytest.raises(CheckpointError, match=r"a \[4\] has no part"):
+        open_checkpoint(tmp_path).read("a", (slice(None), slice(1)))
+
+
+def test_sha256_sums(tmp_path):
+    weights = write_model(tmp_path)
+    with pytest.raises(CheckpointError, match=r"nothing to verify model.safetensors against.*SHA256SUMS"):
+        open_checkpoint(tmp_path, verify="sha256")
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    (tmp_path / "SHA256SUMS").write_text(f"{digest.upper()} *model.safetensors\n{'0' * 64}  other\n")
+    assert "a" in open_checkpoint(tmp_path, verify="sha256").tensors
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+    assert "a" in open_checkpoint(tmp_path, verify="size").tensors
+    with pytest.raises(CheckpointError, match=r"SHA-256 differs.*: model.safetensors"):
+        open_checkpoint(tmp_path, verify="sha256")
+
+
+def test_the_demo_is_known_by_its_pinned_digest(tmp_path):
+    """A file under the demo's name with other bytes does not pass for it."""
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / hub.DEMO.name, "llama")
+    writer.add_tensor("a", np.zeros(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"SHA-256 differs.*SmolLM2"):
+        open_checkpoint(tmp_path / hub.DEMO.name, verify="sha256")

