@@ -166,15 +166,23 @@ def make_row(
     try:
         columns = json.loads(line)
     except ValueError as error:
-        return Row({"line": number}, error=ApiError(400, f"line {number} is not JSON: {error}", code="invalid_json"))
+        return Row(
+            {"line": number}, error=ApiError(400, f"line {number} is not JSON: {error}", code="invalid_json")
+        )
     if not isinstance(columns, dict):
         message = f"line {number} is not a JSON object"
         return Row({"line": number}, error=ApiError(400, message, code="invalid_json"))
     is_openai = "url" in columns and "body" in columns
     row = Row(columns, is_openai)
     try:
-        body = _openai_body(columns, engine.config.model, given) if is_openai else _native_body(columns, given, default_max_tokens)
-        response_id = f"{'chatcmpl' if isinstance(body, ChatCompletionRequest) else 'cmpl'}-{uuid.uuid4().hex}"
+        body = (
+            _openai_body(columns, engine.config.model, given)
+            if is_openai
+            else _native_body(columns, given, default_max_tokens)
+        )
+        response_id = (
+            f"{'chatcmpl' if isinstance(body, ChatCompletionRequest) else 'cmpl'}-{uuid.uuid4().hex}"
+        )
         row.requests = _requests(body, engine, response_id)
         row.answer = make_answer(body, response_id, body.model, row.requests, engine.tokenizer)
     except ApiError as error:
@@ -182,7 +190,9 @@ def make_row(
     return row
 
 
-def _requests(body: CompletionRequest | ChatCompletionRequest, engine: Engine, response_id: str) -> list[Request]:
+def _requests(
+    body: CompletionRequest | ChatCompletionRequest, engine: Engine, response_id: str
+) -> list[Request]:
     try:
         return body.requests(engine.tokenizer, response_id, engine.scheduler_config.scheduling)
     except RequestError as error:
@@ -215,7 +225,9 @@ def _native_body(
     """The same parameters as over HTTP, so the same rules, and answers of one shape."""
     inputs = [name for name in _INPUTS if columns.get(name) is not None]
     if len(inputs) != 1:
-        raise ApiError(400, f"the row must have one of {', '.join(_INPUTS)}; it has {' and '.join(inputs) or 'none'}")
+        raise ApiError(
+            400, f"the row must have one of {', '.join(_INPUTS)}; it has {' and '.join(inputs) or 'none'}"
+        )
     name = inputs[0]
     row = {key: value for key, value in columns.items() if key in _PARAMETERS}
     body: dict[str, Any] = {

@@ -66,25 +66,25 @@ def random_prompts(num_prompts: int, length: int, vocab_size: int, seed: int) ->
 def run(engine: Engine, prompts: Sequence[tuple[int, ...]], output_len: int) -> Run:
     """Adds all prompts at once and steps the engine until each has `output_len` tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-    num_host_times = len(engine.host_times_s)
+    engine.host_times_s.clear()
+    num_steps = engine.stats().num_steps
     start_s = time.monotonic()
     timelines = {}
     for prompt in prompts:
         request_id = f"bench-{len(timelines)}"
         timelines[request_id] = Timeline(arrival_s=start_s)
         engine.add_request(Request(request_id, prompt, params, arrival_time_s=start_s))
-    num_steps = 0
     while engine.has_unfinished():
         outputs = engine.step()
         now_s = time.monotonic()
-        num_steps += 1
         for output in outputs:
             timelines[output.request_id].tokens_s.extend([now_s] * len(output.token_ids))
     duration_s = time.monotonic() - start_s
     short = [i for i, t in timelines.items() if len(t.tokens_s) != output_len]
     if short:
         raise RuntimeError(f"requests {short} did not get {output_len} tokens: the figures would be wrong")
-    return Run(duration_s, num_steps, list(timelines.values()), list(engine.host_times_s[num_host_times:]))
+    num_steps = engine.stats().num_steps - num_steps
+    return Run(duration_s, num_steps, list(timelines.values()), list(engine.host_times_s))
 
 
 def throughput(

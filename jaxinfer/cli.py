@@ -8,11 +8,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from jaxinfer_checkpoints import CheckpointError
-
 from jaxinfer.config import ConfigError
 from jaxinfer.flags import HelpRequestedError, UsageError, set_up_logging
 from jaxinfer.types import RequestError
+from jaxinfer_checkpoints import CheckpointError
 
 T = TypeVar("T")
 

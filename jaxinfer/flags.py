@@ -23,9 +23,9 @@ from jaxinfer.types import RequestError, SamplingParams
 FlagValues = absl_flags.FlagValues
 T = TypeVar("T")
 
-_SAMPLING = tuple(
-    "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty "
-    "min_tokens max_tokens stop stop_token_ids ignore_eos seed".split()
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "min_tokens", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "seed"),
 )
 _HINT = "; --help lists the flags"
 
@@ -170,7 +170,9 @@ def engine_config(values: Any) -> EngineConfig:
         raise UsageError(f"flag --mesh={values.mesh}: must be DxT, data by tensor parallel, such as 1x1")
     if values.rope_scaling is not None:
         _check_json_object("rope_scaling", values.rope_scaling)
-    given = {field.name: getattr(values, field.name) for field in fields(EngineConfig) if field.name in values}
+    given = {
+        field.name: getattr(values, field.name) for field in fields(EngineConfig) if field.name in values
+    }
     if values.compilation_cache_dir is None:
         default = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(cache_dir() / "compiled")
         given["compilation_cache_dir"] = default
@@ -220,7 +222,9 @@ def _help(command: str, arguments: str, values: FlagValues, last: set[str]) -> s
     for name in sorted(names, key=lambda n: (n in last, n)):
         flag = values[name]
         default = "none" if flag.default is None else json.dumps(flag.default)
-        text = (flag.help or "").replace(";\n    repeat this option to specify a list of values", "; may be repeated")
+        text = (flag.help or "").replace(
+            ";\n    repeat this option to specify a list of values", "; may be repeated"
+        )
         lines += [f"  --{name}  (default: {default})", f"      {text}"]
     return "\n".join(lines)
 
@@ -302,8 +306,13 @@ def _define_engine(values: FlagValues) -> None:
     switch("enable_prefix_caching", "Keep the pages of prompts for prompts that begin alike.")
     switch("enable_chunked_prefill", "Spread long prompts over several steps.")
     choice("scheduling", ["fcfs", "priority"], "The order in which requests are admitted.")
-    absl_flags.DEFINE_integer("seed", default.seed, "Of sampling; a request's own goes first.", flag_values=values)
-    text("compilation_cache_dir", 'Where compiled programs are kept; none is the cache directory, "" is nowhere.')
+    absl_flags.DEFINE_integer(
+        "seed", default.seed, "Of sampling; a request's own goes first.", flag_values=values
+    )
+    text(
+        "compilation_cache_dir",
+        'Where compiled programs are kept; none is the cache directory, "" is nowhere.',
+    )
     text("rope_scaling", "A JSON object, as in config.json, in place of the model's own.")
     choice("verify", ["none", "size", "sha256"], "How the checkpoint's files are checked.")
     choice("load_format", ["auto", "dummy"], "dummy is random weights.")
@@ -321,35 +330,57 @@ def _define_sampling(values: FlagValues) -> None:
         ("frequency_penalty", default.frequency_penalty, "The same, for each time that a token came."),
     ):
         absl_flags.DEFINE_float(name, start, help_text, flag_values=values)
-    absl_flags.DEFINE_integer("top_k", default.top_k, "Keep the k likeliest tokens; 0 is all.", flag_values=values)
-    absl_flags.DEFINE_integer("min_tokens", default.min_tokens, "Tokens before the output may end.", flag_values=values)
+    absl_flags.DEFINE_integer(
+        "top_k", default.top_k, "Keep the k likeliest tokens; 0 is all.", flag_values=values
+    )
+    absl_flags.DEFINE_integer(
+        "min_tokens", default.min_tokens, "Tokens before the output may end.", flag_values=values
+    )
     absl_flags.DEFINE_integer("max_tokens", 256, "Tokens of output at most.", flag_values=values)
     absl_flags.DEFINE_multi_string("stop", [], "A string that ends the output", flag_values=values)
-    absl_flags.DEFINE_multi_integer("stop_token_ids", [], "A token id that ends the output", flag_values=values)
+    absl_flags.DEFINE_multi_integer(
+        "stop_token_ids", [], "A token id that ends the output", flag_values=values
+    )
     absl_flags.DEFINE_bool("ignore_eos", False, "Go on after the end of sequence.", flag_values=values)
 
 
 def _define_generate(values: FlagValues) -> None:
     absl_flags.DEFINE_string("prompt", None, "The text to go on from; none is stdin.", flag_values=values)
     absl_flags.DEFINE_bool(
-        "chat", False, "Hold a conversation, a line of stdin a turn; --prompt is its only turn.", flag_values=values
+        "chat",
+        False,
+        "Hold a conversation, a line of stdin a turn; --prompt is its only turn.",
+        flag_values=values,
     )
-    absl_flags.DEFINE_bool("stats", False, "Print stages, latencies and tokens a second to stderr.", flag_values=values)
+    absl_flags.DEFINE_bool(
+        "stats", False, "Print stages, latencies and tokens a second to stderr.", flag_values=values
+    )
     absl_flags.DEFINE_bool("json", False, "Print one JSON object an answer.", flag_values=values)
 
 
 def _define_batch(values: FlagValues) -> None:
     absl_flags.DEFINE_string("input", None, "A .jsonl file, a request a line.", flag_values=values)
-    absl_flags.DEFINE_string("output", None, "The .jsonl file to write, an answer a line.", flag_values=values)
+    absl_flags.DEFINE_string(
+        "output", None, "The .jsonl file to write, an answer a line.", flag_values=values
+    )
     absl_flags.DEFINE_bool("overwrite", False, "Replace the output where it exists.", flag_values=values)
 
 
 def _define_serve(values: FlagValues) -> None:
-    absl_flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is all of them.", flag_values=values)
-    absl_flags.DEFINE_integer(
-        "port", 8000, "Port to listen on; 0 is any free one.", lower_bound=0, upper_bound=65535, flag_values=values
+    absl_flags.DEFINE_string(
+        "host", "127.0.0.1", "Address to listen on; 0.0.0.0 is all of them.", flag_values=values
     )
-    absl_flags.DEFINE_string("served_model_name", None, "The model's name in the API; none is --model.", flag_values=values)
+    absl_flags.DEFINE_integer(
+        "port",
+        8000,
+        "Port to listen on; 0 is any free one.",
+        lower_bound=0,
+        upper_bound=65535,
+        flag_values=values,
+    )
+    absl_flags.DEFINE_string(
+        "served_model_name", None, "The model's name in the API; none is --model.", flag_values=values
+    )
     absl_flags.DEFINE_integer(
         "max_waiting_requests",
         1024,

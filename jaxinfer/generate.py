@@ -62,7 +62,9 @@ def _generate(options: GenerateOptions) -> int:
     else:
         start_s = time.monotonic()
         ids = engine.tokenizer.encode(prompt or "")
-        _report(engine, options, _answer(engine, ids, options.sampling.params, start_s, show=not options.json))
+        _report(
+            engine, options, _answer(engine, ids, options.sampling.params, start_s, show=not options.json)
+        )
     return 0
 
 
@@ -112,7 +114,11 @@ def _timed(engine: Engine, request: Request, outputs: list[TokenOutput], start_s
     token_ids = tuple(i for output in outputs for i in output.token_ids)
     last = outputs[-1]
     metrics = last.metrics
-    scheduled_s, first_s, end_s = metrics.first_scheduled_time_s, metrics.first_token_time_s, metrics.finished_time_s
+    scheduled_s, first_s, end_s = (
+        metrics.first_scheduled_time_s,
+        metrics.first_token_time_s,
+        metrics.finished_time_s,
+    )
     if scheduled_s is None or first_s is None or end_s is None or last.finish_reason is None:
         raise RuntimeError(f"the engine ended request {request.request_id} without its times")
     # The engine decodes text between steps; once more, alone, is what it took of the decode stage.

@@ -51,7 +51,9 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise cli.CommandError(f"--host={host} cannot be resolved: {error.strerror}; give an address") from error
+        raise cli.CommandError(
+            f"--host={host} cannot be resolved: {error.strerror}; give an address"
+        ) from error
     listener = socket.socket(family, kind, proto)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""An engine without a model: a token a step, the prompt said back, so that servers' tests take milliseconds."""
+"""An engine without a model that says the prompt back, a token a step: tests take milliseconds."""
 
 from __future__ import annotations
 
@@ -134,7 +134,9 @@ class FakeEngine:
             if stop_reason is None:
                 text += sequence.stops.feed(sequence.detokenizer.flush()) + sequence.stops.flush()
             self._sequences.remove(sequence)
-        metrics = RequestMetrics(request.arrival_time_s, now_s, sequence.first_token_time_s, num_cached_tokens=3)
+        metrics = RequestMetrics(
+            request.arrival_time_s, now_s, sequence.first_token_time_s, num_cached_tokens=3
+        )
         output = TokenOutput(
             request_id=request.request_id,
             index=sequence.index,

@@ -142,9 +142,8 @@ class AsyncEngine:
         if self._error is not None:
             raise EngineUnavailableError(str(self._error))
         if len(requests) > self.max_waiting_requests:
-            raise RequestError(
-                f"{len(requests)} prompts at once are over the limit of {self.max_waiting_requests}; split them"
-            )
+            limit = self.max_waiting_requests
+            raise RequestError(f"{len(requests)} prompts at once are over the limit of {limit}; send fewer")
         if self._num_waiting + len(requests) > self.max_waiting_requests:
             raise QueueFullError(f"{self._num_waiting} requests wait already; try again later")
         stream = OutputStream([r.request_id for r in requests], self._close_stream)

@@ -32,8 +32,8 @@ that don't) and, under the priority policy, so long as more urgent ones don't ar
    commit of its token in flight, if it has one).
 
 Siblings (n > 1) are ordinary sequences of one order: they share the full pages of their prompt
-through the prefix cache, those admitted after the commit of the pages, which is all but the first
-where the prompt fills a step's budget. Short prompts may be computed by several siblings.
+through the prefix cache once its pages are committed, which is for all but the first two where
+the prompt fills a step's budget. A short prompt may be computed by several siblings.
 """
 
 from __future__ import annotations
@@ -90,26 +90,21 @@ class Scheduler:
         Raises:
           ConfigError: the budget can't hold a tile, or a whole prompt where chunks are off.
         """
-        if config.max_num_batched_tokens < prefill_tile:
-            raise ConfigError(
-                f"max_num_batched_tokens={config.max_num_batched_tokens} must be at least the prefill tile, "
-                f"{prefill_tile}"
-            )
-        # A preempted sequence's prompt is all its tokens, so each length up to the limit must fit.
-        num_rows = -(-config.max_model_len // prefill_tile) * prefill_tile
-        if not config.enable_chunked_prefill and config.max_num_batched_tokens < num_rows:
-            raise ConfigError(
-                f"max_num_batched_tokens={config.max_num_batched_tokens} must be at least {num_rows}, to "
-                f"hold a whole prompt of max_model_len={config.max_model_len}: raise it, lower that, "
-                "or turn enable_chunked_prefill on"
-            )
         self._config = config
         self._page_size = cache.page_size
         self._tile = prefill_tile
+        # A preempted sequence's prompt is all its tokens, so any length up to the limit must fit.
+        chunked = config.enable_chunked_prefill
+        min_rows = self._rows(1 if chunked else config.max_model_len)
+        if config.max_num_batched_tokens < min_rows:
+            what = "a tile" if chunked else "max_model_len, or enable_chunked_prefill must be on"
+            raise ConfigError(
+                f"max_num_batched_tokens={config.max_num_batched_tokens} must be at least {min_rows} "
+                f"to hold {what}"
+            )
         self._prefix_cache = PrefixCache(cache.page_size) if config.enable_prefix_caching else None
-        self._pool = PagePool(
-            cache.num_pages, None if self._prefix_cache is None else self._prefix_cache.forget
-        )
+        on_evict = None if self._prefix_cache is None else self._prefix_cache.forget
+        self._pool = PagePool(cache.num_pages, on_evict)
         self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest goes first
         self._running: list[_Entry] = []  # in order
         self._waiting: list[_Entry] = []  # a heap; entries that ended are dropped when they come first
@@ -191,10 +186,10 @@ class Scheduler:
         else:
             self._num_waiting -= 1
         sequence.status = SequenceStatus.FINISHED
-        siblings = self._requests[sequence.request.request_id]
-        siblings.remove(sequence)
-        if not siblings:
-            del self._requests[sequence.request.request_id]
+        request_id = sequence.request.request_id
+        self._requests[request_id].remove(sequence)
+        if not self._requests[request_id]:
+            del self._requests[request_id]
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step, which the caller then launches.
@@ -256,7 +251,7 @@ class Scheduler:
         """The next token of each sequence whose prompt is computed, preempting where pages run out."""
         items: list[ScheduledSeq] = []
         # Those preempted are the last of the list, so never one that was passed.
-        for entry in iter(self._running):
+        for entry in self._running:
             sequence = entry.sequence
             num_tokens = len(sequence.token_ids) + sequence.num_inflight_samples
             if entry.in_prefill or num_tokens >= sequence.max_total_tokens:
@@ -321,7 +316,10 @@ class Scheduler:
     def _take_pages(self, entry: _Entry, num_rows: int) -> bool:
         """Gives a waiting sequence pages for all its tokens; False, and none, where it can't start yet."""
         sequence = entry.sequence
-        page_ids = self._match(sequence)
+        page_ids: list[int] = []
+        # Log-probabilities of the prompt need the logits of all of it, so nothing is matched there.
+        if self._prefix_cache is not None and sequence.request.params.prompt_logprobs is None:
+            page_ids = self._prefix_cache.match(sequence.token_ids, sequence.page_hashes)
         num_tokens = len(sequence.token_ids)
         num_cached_tokens = len(page_ids) * self._page_size
         if not self._config.enable_chunked_prefill and self._rows(num_tokens - num_cached_tokens) > num_rows:
@@ -341,13 +339,6 @@ class Scheduler:
         entry.first_step_id = self._next_step_id
         entry.num_registered_pages = len(page_ids)
         return True
-
-    def _match(self, sequence: Sequence) -> list[int]:
-        """Pages of the prefix cache that hold the sequence's first tokens."""
-        # Log-probabilities of the prompt need the logits of all of it.
-        if self._prefix_cache is None or sequence.request.params.prompt_logprobs is not None:
-            return []
-        return self._prefix_cache.match(sequence.token_ids, sequence.page_hashes)
 
     def _chunk(self, entry: _Entry, num_rows: int, first: bool = False) -> ScheduledSeq:
         """The next chunk of a prefill, within a budget of one tile of rows or more.
@@ -369,9 +360,8 @@ class Scheduler:
         samples = end >= entry.prefill_end
         sequence.num_computed_tokens = end
         sequence.num_inflight_samples += samples
-        return ScheduledSeq(
-            sequence, sequence.slot, start, end - start, token_ids, entry.page_ids, samples, first
-        )
+        slot, num_tokens = sequence.slot, end - start
+        return ScheduledSeq(sequence, slot, start, num_tokens, token_ids, entry.page_ids, samples, first)
 
     def _rows(self, num_tokens: int) -> int:
         """Rows that a chunk takes of the budget."""

@@ -232,9 +232,16 @@ def _gemma3_shape(hidden_size: int) -> dict[str, Any]:
 
 
 def _gemma3_multimodal(architecture: str, config: Config) -> ModelConfig:
-    """The text half; the loader leaves the vision tower's tensors where they are."""
+    """The text half, whose config leaves out what is Gemma3TextConfig's default.
+
+    The loader leaves the vision tower's tensors where they are.
+    """
     defaults = dict(
-        vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=131_072
+        vocab_size=262_208,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=131_072,
+        bos_token_id=2,
     )
     outer = {
         key: config[key]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxinfer.config import RopeConfig
 
@@ -21,7 +22,7 @@ def linear(
     weight: jax.Array,
     x: jax.Array,
     bias: jax.Array | None = None,
-    out_dtype: jnp.dtype | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """x [T, in] times weight [out, in] transposed, plus bias [out]: [T, out] in out_dtype (x's dtype).
 
@@ -114,7 +115,7 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 class Linear(nnx.Module):
     """weight [out, in] and perhaps a bias [out]."""
 
-    def __init__(self, num_in: int, num_out: int, dtype: jnp.dtype, use_bias: bool = False) -> None:
+    def __init__(self, num_in: int, num_out: int, dtype: DTypeLike, use_bias: bool = False) -> None:
         self.weight = nnx.Param(jnp.zeros((num_out, num_in), dtype))
         self.bias = nnx.Param(jnp.zeros((num_out,), dtype)) if use_bias else None
 
@@ -136,7 +137,7 @@ class RMSNorm(nnx.Module):
 class Embedding(nnx.Module):
     """weight [V, D]; also the head where embeddings are tied."""
 
-    def __init__(self, vocab_size: int, dim: int, dtype: jnp.dtype) -> None:
+    def __init__(self, vocab_size: int, dim: int, dtype: DTypeLike) -> None:
         self.weight = nnx.Param(jnp.zeros((vocab_size, dim), dtype))
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxinfer.config import LayerConfig, ModelConfig
 from jaxinfer.models.layers import (
@@ -49,7 +50,7 @@ class AttentionFn(Protocol):
 class Attention(nnx.Module):
     """Grouped-query attention with rotary embedding, and norms on q and k where the model has them."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: DTypeLike) -> None:
         self.config = config
         q_dim = config.num_attention_heads * config.head_dim
         kv_dim = config.num_key_value_heads * config.head_dim
@@ -92,7 +93,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """down(act(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: DTypeLike) -> None:
         self.hidden_act = config.hidden_act
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, dtype, config.mlp_bias)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, dtype, config.mlp_bias)
@@ -109,7 +110,7 @@ class DecoderLayer(nnx.Module):
     sandwich norms, where it stands after the attention.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: DTypeLike) -> None:
         def norm() -> RMSNorm:
             return RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -160,7 +161,7 @@ def _run_layer(
 class Backbone(nnx.Module):
     """Embeddings, layers and the final norm: `model.` in Hugging Face's names."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: DTypeLike) -> None:
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.layers = nnx.List([DecoderLayer(config, dtype) for _ in config.layers])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -174,7 +175,7 @@ class Transformer(nnx.Module):
     pass the leaves to jitted steps, since flattening it takes longer than a small step.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: DTypeLike) -> None:
         self.config = config
         self.model = Backbone(config, dtype)
         if not config.tie_word_embeddings:

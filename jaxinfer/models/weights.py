@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.transformer import Transformer
@@ -105,7 +105,7 @@ class _Source:
 def load_model(
     reader: CheckpointReader,
     model_config: ModelConfig,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     *,
     sharding: ShardingFn | None = None,
 ) -> Transformer:
@@ -120,7 +120,7 @@ def load_model(
     Raises:
       CheckpointError: with the names of all missing, unexpected and misshapen tensors.
     """
-    abstract = _abstract(model_config, dtype)
+    abstract = abstract_model(model_config, dtype)
     sources = _match(reader, model_config, abstract)
 
     def read(path: str, leaf: jax.ShapeDtypeStruct, index: Index) -> np.ndarray:
@@ -135,10 +135,10 @@ def load_model(
 
 
 def random_model(
-    model_config: ModelConfig, dtype: jnp.dtype, seed: int, *, sharding: ShardingFn | None = None
+    model_config: ModelConfig, dtype: DTypeLike, seed: int, *, sharding: ShardingFn | None = None
 ) -> Transformer:
     """The model with random weights of Hugging Face's initial scale (load_format=dummy)."""
-    abstract = _abstract(model_config, dtype)
+    abstract = abstract_model(model_config, dtype)
     order = {path: i for i, path in enumerate(_leaves(abstract))}
 
     def draw(path: str, leaf: jax.ShapeDtypeStruct, index: Index) -> np.ndarray:
@@ -152,7 +152,7 @@ def random_model(
     return _fill(abstract, draw, sharding)
 
 
-def _abstract(config: ModelConfig, dtype: jnp.dtype) -> Transformer:
+def abstract_model(config: ModelConfig, dtype: DTypeLike) -> Transformer:
     """The model with shapes for weights."""
     return nnx.eval_shape(lambda: Transformer(config, dtype))
 
@@ -210,9 +210,10 @@ def _in_blocks(read: ReadFn, path: str, leaf: jax.ShapeDtypeStruct, index: Index
     return out
 
 
-def _bounded(index: Index, shape: tuple[int, ...]) -> Index:
-    """The same index with start and stop given."""
-    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
+def _bounded(index: Index | None, shape: tuple[int, ...]) -> Index:
+    """The same index with start and stop given; None is all."""
+    parts = index if index is not None else (slice(None),) * len(shape)
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(parts, shape, strict=True))
 
 
 # --- Matching names -------------------------------------------------------------------------------

@@ -19,75 +19,40 @@ Log-probabilities and ranks are those of the model's own distribution, before al
 A row's token never depends on the other rows, bit for bit: the noise comes from the row's own key, and
 whatever is summed over the vocabulary is summed in integers, whose order does not matter.
 
-`lax.cond` on what any row asks for keeps features that nobody uses free. Measured on 2 x86 cores
-(AVX-512), V = 49,152, S = 32 and S = 1, milliseconds: see `scripts/bench_sampling.py`.
+`lax.cond` on what any row asks for keeps features that nobody uses free. Milliseconds of a whole call, every
+row using the feature, on 2 x86 cores (AVX-512) that had other work, jax 0.12.0.1, V = 49,152:
+
+    rows              1      32
+    greedy            0.25    0.9
+    penalties         0.3     3.3
+    logit_bias        0.3     2.9
+    min_tokens        0.2     2.7
+    temperature       0.6    10
+    and min_p         0.5    10
+    and top_k = 50    0.7    14
+    and top_k = 200   0.9    42
+    and top_p = 0.9   0.7    23
+    greedy, logprobs  0.4     5.2
+
+With 32 rows about half of it is page faults: glibc gives temporaries over 32 MiB back after each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from jaxinfer.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, RequestError, SamplingParams
+from jaxinfer.ops.sampling_batch import SamplingBatch
+from jaxinfer.types import MAX_LOGPROBS
 
 MIN_TEMPERATURE = 1e-5  # less is greedy: logits divided by it overflow
-MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 16  # room for the model's own end-of-sequence ids
 # lax.top_k costs 2.5 ms for k = 64 and 5 ms for k = 256 (S = 32), the search by bits 25 ms whatever k is.
 MAX_SORTED_TOP_K = 128
-
-_FLOATS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-_INTS = ("top_k", "num_logprobs", "seed_high", "seed_low", "position", "hold_stops")
-_NEUTRAL_FLOATS = np.array([0.0, 1.0, 0.0, 1.0, 0.0, 0.0], np.float32)
-_NEUTRAL_INTS = np.array([0, -1, 0, 0, 0, 0], np.int32)
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["floats", "ints", "bias_ids", "bias_values", "stop_ids"],
-    meta_fields=[],
-)
-@dataclass(frozen=True)
-class SamplingBatch:
-    """How to sample each row; numpy or jax arrays. Few leaves, since each costs a jitted call 1 us and more.
-
-    Attributes:
-      floats: [S, 6] float32, the columns named by `_FLOATS`.
-      ints: [S, 6] int32, the columns named by `_INTS`; the halves of a seed are reinterpreted uint32.
-      bias_ids: [S, B] int32; unused entries are id 0 with value 0.
-      bias_values: [S, B] float32, added to the logits of bias_ids.
-      stop_ids: [S, E] int32, held back where hold_stops; -1 is unused.
-    """
-
-    floats: Any
-    ints: Any
-    bias_ids: Any
-    bias_values: Any
-    stop_ids: Any
-
-    def column(self, name: str) -> Any:
-        """[S] float32 or int32, by a name of `_FLOATS` or `_INTS`."""
-        if name in _FLOATS:
-            return self.floats[:, _FLOATS.index(name)]
-        return self.ints[:, _INTS.index(name)]
-
-    @property
-    def wants_logprobs(self) -> Any:
-        """[S] bool."""
-        return self.column("num_logprobs") >= 0
+ARGMAX_BLOCK = 128  # divides the vocabularies of Llama, Qwen, Gemma and SmolLM
 
 
 @partial(
@@ -104,70 +69,6 @@ class Sampled:
     ranks: Array
     top_ids: Array
     top_logprobs: Array
-
-
-class SamplingRows:
-    """The sampling parameters of the sequences that hold a slot, as rows ready to gather. On the host."""
-
-    def __init__(self, max_num_seqs: int) -> None:
-        rows = max_num_seqs + 1  # the last one is for padding, and stays neutral
-        self._floats = np.tile(_NEUTRAL_FLOATS, (rows, 1))
-        self._ints = np.tile(_NEUTRAL_INTS, (rows, 1))
-        self._bias_ids = np.zeros((rows, MAX_LOGIT_BIAS), np.int32)
-        self._bias_values = np.zeros((rows, MAX_LOGIT_BIAS), np.float32)
-        self._stop_ids = np.full((rows, MAX_STOP_IDS), -1, np.int32)
-        self._min_tokens = np.zeros(rows, np.int32)
-
-    def set(self, slot: int, params: SamplingParams, seed: int, stop_ids: Collection[int]) -> None:
-        """Writes a slot's row, at admission.
-
-        Args:
-          slot: from 0 to max_num_seqs - 1.
-          params: the request's.
-          seed: 64 bits, signed or not.
-          stop_ids: the ids that end this sequence, which min_tokens holds back.
-
-        Raises:
-          RequestError: more stop ids than a row holds.
-        """
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise RequestError(
-                f"stop_token_ids: {len(stop_ids)} ids end this sequence, end-of-sequence ids included; "
-                f"give at most {MAX_STOP_IDS}",
-                param="stop_token_ids",
-            )
-        p = params
-        self._floats[slot] = [getattr(p, name) for name in _FLOATS]
-        words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
-        self._ints[slot, :2] = min(p.top_k, 2**31 - 1), -1 if p.logprobs is None else p.logprobs
-        self._ints[slot, 2:4] = words.view(np.int32)
-        self._bias_ids[slot], self._bias_values[slot] = 0, 0.0
-        self._bias_ids[slot, : len(p.logit_bias)] = list(p.logit_bias.keys())
-        self._bias_values[slot, : len(p.logit_bias)] = list(p.logit_bias.values())
-        self._stop_ids[slot] = -1
-        self._stop_ids[slot, : len(stop_ids)] = sorted(stop_ids)
-        self._min_tokens[slot] = p.min_tokens
-
-    def gather(
-        self, slots: np.ndarray, positions: np.ndarray, num_output_tokens: np.ndarray, size: int
-    ) -> SamplingBatch:
-        """The rows of a step as numpy arrays, padded with neutral, greedy rows.
-
-        Args:
-          slots: [n] int, n <= size.
-          positions: [n] int, the position that each sampled token will have in its sequence.
-          num_output_tokens: [n] int, tokens sampled before this one, those in flight included.
-          size: rows of the batch, S.
-        """
-        n = len(slots)
-        rows = np.full(size, len(self._min_tokens) - 1)
-        rows[:n] = slots
-        ints = self._ints[rows]
-        ints[:n, 4] = positions
-        ints[:n, 5] = num_output_tokens < self._min_tokens[rows[:n]]
-        return SamplingBatch(
-            self._floats[rows], ints, self._bias_ids[rows], self._bias_values[rows], self._stop_ids[rows]
-        )
 
 
 def sample(
@@ -284,12 +185,26 @@ def set_counts(
 def _argmax(x: Array) -> Array:
     """[S] int32, the lowest index of each row's maximum; some valid index for a row that holds NaN.
 
-    0.9 ms on the CPU for S = 32 and V = 49,152, where jnp.argmax, a reduction of pairs, takes 4.6.
+    0.6 ms on the CPU for S = 32 and V = 49,152, where jnp.argmax, a reduction of pairs, takes 4.6, and
+    comparing the whole row with its maximum takes 1.2: what is as large as x is read once, not written.
     """
-    size = x.shape[-1]
-    index = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    at_peak = x == jnp.max(x, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(at_peak, index, size - 1), axis=-1)
+    num_rows, size = x.shape
+    if size <= 2 * ARGMAX_BLOCK:
+        return _argmax_short(x)
+    padding = -size % ARGMAX_BLOCK
+    if padding:
+        x = jnp.pad(x, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+    blocks = x.reshape(num_rows, -1, ARGMAX_BLOCK)
+    block = _argmax_short(jnp.max(blocks, axis=2))  # [S]
+    inside = _argmax_short(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0])
+    return jnp.minimum(block * ARGMAX_BLOCK + inside, size - 1)
+
+
+def _argmax_short(x: Array) -> Array:
+    """`_argmax` by comparing the row with its maximum."""
+    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    at_peak = x == jnp.max(x, axis=1, keepdims=True)
+    return jnp.min(jnp.where(at_peak, index, x.shape[1] - 1), axis=1)
 
 
 def _penalise(logits: Array, batch: SamplingBatch, prompt_mask: Array, output_counts: Array) -> Array:
@@ -320,11 +235,10 @@ def _draw(logits: Array, batch: SamplingBatch, random: Array) -> Array:
     z = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature  # at most 0
     kth = lax.cond((top_k > 0).any(), _kth_largest, lambda _, k: jnp.full(k.shape, -jnp.inf), z, top_k)
     z = jnp.where(z >= jnp.maximum(jnp.log(min_p), kth)[:, None], z, -jnp.inf)
-    noisy = z + _gumbel(batch, z.shape[1])
-    token_ids = lax.cond(
+    noisy = jnp.where(random[:, None], z + _gumbel(batch, z.shape[1]), logits)
+    return lax.cond(
         (top_p < 1.0).any(), _nucleus_argmax, lambda _, noisy, __: _argmax(noisy), z, noisy, top_p
     )
-    return jnp.where(random, token_ids, _argmax(logits))
 
 
 def _kth_largest(z: Array, k: Array) -> Array:
@@ -363,25 +277,20 @@ def _nucleus_argmax(z: Array, noisy: Array, top_p: Array) -> Array:
 
     A token is in the nucleus if the tokens likelier than it hold less than top_p of the mass. So: take the
     argmax over all tokens; if it is outside, so is everything that is no likelier, and the next try is among
-    what is likelier. What is found is the argmax over the nucleus, exactly. One round is usual for a top_p
-    near 1 and a few are for a low one, against 32 for a search of the nucleus's edge (33 ms).
+    what is likelier. What is found is the argmax over the nucleus, exactly. A round takes
+    2 ms for S = 32, V = 49,152, and few are needed; a search of the nucleus's edge by bits takes 33 ms.
 
     Args:
       z: [S, V] float32, logits at most 0, -inf where filtered out.
       noisy: [S, V] float32, the same with noise.
       top_p: [S] float32.
     """
-    # Mass in fixed point, 2**-29 of the likeliest token's, summed as two halves that cannot overflow
-    # for V <= 2**19. Weights under that are 0: 5e-5 of the mass at the very most for V = 49,152.
-    weights = jnp.where(z > -jnp.inf, jnp.exp(z) * 2.0**29 + 0.5, 0.0).astype(jnp.int32)
+    weights = _fixed_point_mass(z)
 
     def mass(chosen: Array) -> Array:
-        chosen_weights = jnp.where(chosen, weights, 0)
-        high = jnp.sum((chosen_weights >> 16).astype(jnp.uint32), axis=1)
-        low = jnp.sum((chosen_weights & 0xFFFF).astype(jnp.uint32), axis=1)
-        return high.astype(jnp.float32) * 65536.0 + low.astype(jnp.float32)
+        return jnp.sum(jnp.where(chosen, weights, 0), axis=1, dtype=jnp.uint32).astype(jnp.float32)
 
-    limit = jnp.where(top_p < 1.0, top_p * mass(z > -jnp.inf), jnp.inf)
+    limit = jnp.where(top_p < 1.0, top_p * mass(weights > 0), jnp.inf)
 
     def round_(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         _, pivot, _ = state
@@ -395,6 +304,18 @@ def _nucleus_argmax(z: Array, noisy: Array, top_p: Array) -> Array:
     rows = z.shape[0]
     start = (jnp.zeros((rows,), jnp.int32), jnp.full((rows,), -jnp.inf), jnp.bool_(True))
     return lax.while_loop(lambda state: state[2], round_, start)[0]
+
+
+def _fixed_point_mass(z: Array) -> Array:
+    """[S, V] uint32, exp(z) in units so small that a row's sum still fits: at least 2**-31 of the sum.
+
+    For V <= 2**18. What a row's token leaves out by rounding to 0 is 1e-5 of the mass at most (V = 49,152).
+    """
+    finest = jnp.where(z > -jnp.inf, jnp.exp(z) * 2.0**29 + 0.5, 0.0).astype(jnp.int32).astype(jnp.uint32)
+    bound = jnp.sum(finest >> 16, axis=1, dtype=jnp.uint32) + jnp.uint32(2 * z.shape[1])  # in units of 2**16
+    excess = 16 - lax.clz(bound).astype(jnp.int32)  # bits of the sum over 32
+    shift = jnp.maximum(excess, 0).astype(jnp.uint32)[:, None]
+    return (finest + ((jnp.uint32(1) << shift) >> 1)) >> shift
 
 
 def _gumbel(batch: SamplingBatch, size: int) -> Array:

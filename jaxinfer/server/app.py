@@ -154,7 +154,9 @@ async def _read_body(request: Request) -> bytes:
     async for chunk in request.stream():
         size += len(chunk)
         if size > MAX_BODY_BYTES:
-            raise ApiError(413, f"The body is over {MAX_BODY_BYTES} bytes; send a shorter one", code="body_too_large")
+            raise ApiError(
+                413, f"The body is over {MAX_BODY_BYTES} bytes; send a shorter one", code="body_too_large"
+            )
         chunks.append(chunk)
     return b"".join(chunks)
 
@@ -262,7 +264,9 @@ async def _on_http_exception(request: Request, error: HTTPException) -> Response
     """404 and 405, which the router raises."""
     message = f"{error.detail}: {request.method} {request.url.path}"
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-    return JSONResponse(ApiError(error.status_code, message, code=code).body(), error.status_code, headers=error.headers)
+    return JSONResponse(
+        ApiError(error.status_code, message, code=code).body(), error.status_code, headers=error.headers
+    )
 
 
 async def _on_disconnect(request: Request, error: ClientDisconnect) -> Response:

@@ -20,7 +20,13 @@ class ApiError(Exception):
     """An answer in OpenAI's error shape."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, kind: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
     ) -> None:
         """kind: OpenAI's `type`; it follows from the status where None."""
         super().__init__(message)
@@ -163,7 +169,7 @@ class _Body(_Strict):
 class CompletionRequest(_Body):
     """Body of POST /v1/completions."""
 
-    unsupported = {"suffix": ("",)}  # noqa: RUF012 (a ClassVar of the base)
+    unsupported = {"suffix": ("",)}
 
     prompt: str | list[str] | list[int] | list[list[int]]
     best_of: int | None = None
@@ -174,7 +180,9 @@ class CompletionRequest(_Body):
         """As in the base; `best_of` must say what `n` says."""
         super().check()
         if self.best_of is not None and self.best_of != self.num_choices:
-            raise RequestError(f"best_of={self.best_of} must equal n={self.num_choices}, or be left out", "best_of")
+            raise RequestError(
+                f"best_of={self.best_of} must equal n={self.num_choices}, or be left out", "best_of"
+            )
 
     def num_logprobs(self) -> int | None:
         """OpenAI's meaning is the engine's."""
@@ -234,7 +242,7 @@ class Message(_Strict):
 class ChatCompletionRequest(_Body):
     """Body of POST /v1/chat/completions."""
 
-    unsupported = {  # noqa: RUF012 (a ClassVar of the base)
+    unsupported = {
         "tools": ([],),
         "tool_choice": ("none",),
         "parallel_tool_calls": (),
@@ -289,7 +297,7 @@ class ChatCompletionRequest(_Body):
         return [tokenizer.encode_chat([message.for_template() for message in self.messages])]
 
 
-B = TypeVar("B", CompletionRequest, ChatCompletionRequest)
+B = TypeVar("B", bound=CompletionRequest | ChatCompletionRequest)
 
 
 def parse(kind: type[B], data: bytes | Mapping[str, Any]) -> B:
@@ -324,7 +332,9 @@ def _api_error(error: ValidationError) -> ApiError:
     errors = error.errors(include_url=False)
     name = str(errors[0]["loc"][0])
     if errors[0]["type"] == "extra_forbidden" and len(errors[0]["loc"]) == 1:
-        return ApiError(400, f"Unknown parameter: {name!r}; leave it out", param=name, code="unknown_parameter")
+        return ApiError(
+            400, f"Unknown parameter: {name!r}; leave it out", param=name, code="unknown_parameter"
+        )
     if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1:
         message = f"Missing required parameter: {name!r}"
         return ApiError(400, message, param=name, code="missing_required_parameter")
@@ -333,7 +343,9 @@ def _api_error(error: ValidationError) -> ApiError:
         return ApiError(400, message, param=name, code="invalid_type")
     param = _path(errors[0]["loc"])
     messages = [e["msg"].removeprefix("Value error, ") for e in errors if _path(e["loc"]) == param]
-    return ApiError(400, f"{param}: {' or '.join(dict.fromkeys(messages))}", param=param, code="invalid_value")
+    return ApiError(
+        400, f"{param}: {' or '.join(dict.fromkeys(messages))}", param=param, code="invalid_value"
+    )
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

@@ -122,7 +122,11 @@ class Answer(Generic[B]):
 
     def _by_token_id(self, entry: TokenLogprobs) -> dict[str, Any]:
         ranked = [(entry.token_id, entry.logprob, entry.rank)]
-        ranked += [(i, p, rank) for rank, (i, p) in enumerate(entry.top[: self.body.prompt_logprobs], 1) if i != entry.token_id]
+        ranked += [
+            (i, p, rank)
+            for rank, (i, p) in enumerate(entry.top[: self.body.prompt_logprobs], 1)
+            if i != entry.token_id
+        ]
         return {
             str(i): {"logprob": _finite(p), "rank": rank, "decoded_token": self._tokenizer.token_text(i)}
             for i, p, rank in ranked
@@ -169,7 +173,9 @@ class CompletionAnswer(Answer[CompletionRequest]):
             return output.text
         prompt = self.body.prompts()[choice.prompt_index]
         if not isinstance(prompt, str):
-            prompt = self._tokenizer.decode(prompt, skip_special_tokens=self.body.skip_special_tokens is not False)
+            prompt = self._tokenizer.decode(
+                prompt, skip_special_tokens=self.body.skip_special_tokens is not False
+            )
         return prompt + output.text
 
     def _logprobs(self, choice: _Choice, output: TokenOutput) -> dict[str, Any] | None:
@@ -247,7 +253,9 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
 
     def _entry(self, entry: TokenLogprobs) -> dict[str, Any]:
         top = entry.top[: self.body.top_logprobs or 0]
-        return self._token(entry.token_id, entry.logprob) | {"top_logprobs": [self._token(*pair) for pair in top]}
+        return self._token(entry.token_id, entry.logprob) | {
+            "top_logprobs": [self._token(*pair) for pair in top]
+        }
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._tokenizer.token_bytes(token_id)
@@ -273,7 +281,10 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
     def _whole_choice(self, choice: _Choice) -> dict[str, Any]:
         logprobs = None
         if self.body.logprobs:
-            logprobs = {"content": [x for piece in choice.logprobs for x in piece["content"]], "refusal": None}
+            logprobs = {
+                "content": [x for piece in choice.logprobs for x in piece["content"]],
+                "refusal": None,
+            }
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},

@@ -26,6 +26,7 @@ class SteadyEngine:
         self.tokens_lost = tokens_lost
         self.host_times_s: list[float] = []
         self.model_config = SimpleNamespace(vocab_size=1000)
+        self.num_steps = 0
         self.prompts: list[tuple[int, ...]] = []
         self._left: dict[str, int] = {}
         self._waiting: dict[str, int] = {}
@@ -39,11 +40,15 @@ class SteadyEngine:
         self._left[request.request_id] = request.params.max_tokens - self.tokens_lost
         self._waiting[request.request_id] = self.prefill_steps
 
+    def stats(self) -> SimpleNamespace:
+        return SimpleNamespace(num_steps=self.num_steps)
+
     def has_unfinished(self) -> bool:
         return any(self._left.values())
 
     def step(self) -> list[TokenOutput]:
         self.now_s += STEP_S
+        self.num_steps += 1
         self.host_times_s.append(HOST_S)
         outputs = []
         for request_id, left in self._left.items():

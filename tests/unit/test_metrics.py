@@ -15,7 +15,9 @@ def samples(metrics: Metrics) -> dict[str, float]:
     return {"/".join([s.name, *s.labels.values()]): s.value for f in families for s in f.samples}
 
 
-def output(tokens: int, index: int = 0, reason: FinishReason | None = None, finished: bool = False) -> TokenOutput:
+def output(
+    tokens: int, index: int = 0, reason: FinishReason | None = None, finished: bool = False
+) -> TokenOutput:
     metrics = RequestMetrics(arrival_time_s=time.monotonic() - 3.0)
     return TokenOutput("r", index, "", (7,) * tokens, (), reason, None, metrics, request_finished=finished)
 

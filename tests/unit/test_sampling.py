@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.ops import sampling
-from jaxinfer.ops.sampling import SamplingRows, sample, set_counts, token_logprobs, update_counts
+from jaxinfer.ops.sampling import sample, set_counts, token_logprobs, update_counts
+from jaxinfer.ops.sampling_batch import SamplingBatch, SamplingRows
 from jaxinfer.types import MAX_LOGPROBS, RequestError, SamplingParams
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sampling" / "processors.npz"
@@ -56,7 +58,7 @@ def run(logits: np.ndarray, rows: Sequence[Row], size: int = 0) -> sampling.Samp
 
 def noise(row: Row, vocab_size: int) -> np.ndarray:
     """[V] Gumbel noise, by jax.random alone."""
-    words = np.array([row.seed >> 32 & 0xFFFFFFFF, row.seed & 0xFFFFFFFF], np.uint32)
+    words = jnp.array([row.seed >> 32 & 0xFFFFFFFF, row.seed & 0xFFFFFFFF], jnp.uint32)
     key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), row.position)
     return np.asarray(jax.random.gumbel(key, (vocab_size,), jnp.float32))
 
@@ -216,6 +218,36 @@ def test_greedy_takes_the_first_of_equals() -> None:
     assert run(logits, rows).token_ids.tolist() == [1, 2]
 
 
+def test_argmax_of_any_size_is_the_first_of_equals() -> None:
+    rng = np.random.default_rng(3)
+    for size in (1, 127, 256, 257, 1000, 1024, 4099):
+        x = rng.integers(-1000, 3, (5, size)).astype(np.float32)
+        x[3] = -np.inf
+        x[4, size // 2] = np.nan
+        found = np.asarray(jax.jit(sampling._argmax)(x))
+        np.testing.assert_array_equal(found[:4], x[:4].argmax(axis=1))
+        assert 0 <= found[4] < size
+
+
+@pytest.mark.parametrize("vocab_size", [1, 300, 2**18])
+def test_mass_in_fixed_point_fits_and_is_fine(vocab_size: int) -> None:
+    rng = np.random.default_rng(6)
+    z = np.zeros((4, vocab_size), np.float32)  # the first row is as flat as can be
+    z[1:] = -rng.exponential(4.0, (3, vocab_size))
+    z[2] *= 10
+    z[3, 1:] = -np.inf
+    z[:, 0] = 0.0
+    mass = np.asarray(jax.jit(sampling._fixed_point_mass)(z)).astype(np.float64)
+    exact = np.exp(z.astype(np.float64))
+    assert mass.sum(axis=1).max() < 2**32
+    np.testing.assert_allclose(
+        mass / mass.sum(axis=1, keepdims=True),
+        exact / exact.sum(axis=1, keepdims=True),
+        rtol=2e-5,
+        atol=2**-28,
+    )
+
+
 def test_tokens_as_likely_as_the_last_one_kept_are_kept() -> None:
     logits = np.tile(np.array([2, 1, 1, 1, 0], np.float32), (400, 1))
     for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.6), SamplingParams(min_p=0.36)):
@@ -289,7 +321,7 @@ def test_counts_follow_admission_and_sampling() -> None:
 def test_counts_are_read_and_updated_in_place() -> None:
     num_slots, vocab_size, num_rows = 64, 5000, 2
 
-    def step(logits: jax.Array, batch: sampling.SamplingBatch, mask: jax.Array, counts: jax.Array) -> tuple:
+    def step(logits: jax.Array, batch: SamplingBatch, mask: jax.Array, counts: jax.Array) -> tuple:
         slots = jnp.arange(num_rows)
         sampled = sample(logits, batch, mask, counts, slots)
         return sampled, mask, update_counts(counts, slots, sampled.token_ids, slots >= 0)
@@ -305,14 +337,20 @@ def test_counts_are_read_and_updated_in_place() -> None:
 
 
 def test_one_program_serves_every_mixture() -> None:
-    compiled = jax.jit(lambda *args: sample(*args))  # with a cache of its own
     host, slots = SamplingRows(2), np.arange(2)
     logits, mask = np.zeros((2, 400), np.float32), np.zeros((2, 400), bool)
+    traced: list[int] = []
+
+    @jax.jit
+    def compiled(*args: Any) -> sampling.Sampled:
+        traced.append(1)
+        return sample(*args)
+
     kinds = (SamplingParams(temperature=0.0), SamplingParams(top_k=300, top_p=0.5, min_p=0.1, logprobs=3))
     for params in (*kinds, replace(kinds[1], presence_penalty=1.0, logit_bias={3: -100.0})):
         host.set(1, params, seed=1, stop_ids=(4,))
         compiled(logits, host.gather(slots, slots, slots, 2), mask, mask.astype(np.int32), slots)
-    assert compiled._cache_size() == 1
+    assert len(traced) == 1
 
 
 def test_a_new_sequence_takes_nothing_from_the_slots_last_one() -> None:

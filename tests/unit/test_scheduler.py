@@ -450,9 +450,11 @@ def test_refuses_what_can_never_run():
         scheduler.add(make_sequence(0, [5] * 8, 10))
     with pytest.raises(RequestError, match="a prompt of 0 tokens"):
         scheduler.add(make_sequence(0, [], 10))
-    with pytest.raises(ConfigError, match="max_num_batched_tokens=7 must be at least the prefill tile, 8"):
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=7 must be at least 8 to hold a tile"):
         Scheduler(settings(max_num_batched_tokens=7), CacheConfig(4, 5, "float32"), prefill_tile=8)
-    with pytest.raises(ConfigError, match="max_num_batched_tokens=64 must be at least 66"):
+    with pytest.raises(
+        ConfigError, match="max_num_batched_tokens=64 must be at least 66 to hold max_model_len"
+    ):
         Scheduler(settings(enable_chunked_prefill=False), CacheConfig(4, 50, "float32"), prefill_tile=3)
     assert not scheduler.has_unfinished()
 

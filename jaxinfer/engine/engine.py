@@ -1,0 +1,280 @@
+"""The step loop: requests in, tokens out, one step of overlap between the host and the device."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+from jaxinfer_checkpoints import CheckpointReader, open_checkpoint, resolve_model
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.compilation import CompilationCounter, use_persistent_cache
+from jaxinfer.engine.outputs import LiveCompletion, LiveRequest
+from jaxinfer.engine.resolve import check, resolve
+from jaxinfer.engine.runner import InFlight, Runner, compile_programs
+from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.step_batch import PREFILL_TILE
+from jaxinfer.metrics import EngineStats, Metrics
+from jaxinfer.models.families import load_model_config
+from jaxinfer.models.transformer import Transformer
+from jaxinfer.models.weights import abstract_model, load_model, random_model
+from jaxinfer.text import Tokenizer, load_tokenizer
+from jaxinfer.types import (
+    FinishReason,
+    Request,
+    RequestError,
+    Sequence,
+    StepPlan,
+    StepResult,
+    TokenOutput,
+)
+
+MAX_HOST_TIMES = 65536
+
+
+class Engine:
+    """A model that serves. Not thread safe: one thread calls `add_request`, `abort` and `step`.
+
+    Attributes:
+      config: as given. The parts' own configurations, complete, stand beside it.
+      timeline: the stages of start-up and their seconds. Compiling overlaps with loading.
+      host_times_s: of the latest steps, the seconds that the host worked, waiting for the device
+        left out.
+    """
+
+    def __init__(self, config: EngineConfig, model_path: Path | None = None) -> None:
+        """Loads and compiles everything.
+
+        Args:
+          config: what to run.
+          model_path: where the checkpoint lies, if `config.model` is resolved already.
+
+        Raises:
+          ConfigError, CheckpointError: one line that says what is wrong.
+        """
+        check(config)
+        start_s = time.monotonic()
+        self.config = config
+        self.metrics = Metrics()
+        self.host_times_s: deque[float] = deque(maxlen=MAX_HOST_TIMES)
+        if config.compilation_cache_dir:
+            use_persistent_cache(Path(config.compilation_cache_dir))
+        self._counter = CompilationCounter()
+        path = model_path or resolve_model(config.model, config.revision)
+        reader = open_checkpoint(path, config.verify)
+        self.model_config = load_model_config(reader, rope_scaling_override=config.rope_scaling)
+        device = jax.devices()[0]
+        resolved = resolve(config, self.model_config, device)
+        self.scheduler_config, self.cache_config = resolved.scheduler, resolved.cache
+        self._scheduler = Scheduler(resolved.scheduler, resolved.cache, PREFILL_TILE)
+        dtype = jnp.dtype(resolved.dtype)
+        opened_s = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            programs = pool.submit(
+                compile_programs,
+                abstract_model(self.model_config, dtype),
+                self.model_config,
+                resolved.cache,
+                resolved.scheduler,
+            )
+            tokenizer = pool.submit(_load_tokenizer, config, path, reader)
+            model = self._load_weights(reader, dtype)
+            loaded_s = time.monotonic()
+            self.tokenizer: Tokenizer = tokenizer.result()
+            self._runner = Runner(
+                model, programs.result(), self.model_config, resolved.cache, resolved.scheduler
+            )
+        reader.close()
+        ready_s = time.monotonic()
+        self.timeline = (
+            ("open", opened_s - start_s),
+            ("load", loaded_s - opened_s),
+            ("compile", ready_s - loaded_s),
+        )
+        self._eos_token_ids = self.tokenizer.eos_token_ids | set(self.model_config.eos_token_ids)
+        self._rng = random.Random(config.seed)
+        self._requests: dict[str, LiveRequest] = {}
+        self._completions: dict[int, LiveCompletion] = {}
+        self._next_seq_id = 0
+        self._in_flight: InFlight | None = None
+        self._num_compiled_at_start = self._counter.num_compilations
+        self._num_requested_at_start = self._counter.num_requests
+        self._totals = _Totals()
+        logging.info(
+            "ready: %d pages of %d tokens, %d slots, length limit %d; %d programs, %d of them compiled now",
+            self.cache_config.num_pages,
+            self.cache_config.page_size,
+            self.scheduler_config.max_num_seqs,
+            self.scheduler_config.max_model_len,
+            self._num_requested_at_start,
+            self._num_compiled_at_start,
+        )
+
+    def _load_weights(self, reader: CheckpointReader, dtype: jnp.dtype) -> Transformer:
+        if self.config.load_format == "dummy":
+            return random_model(self.model_config, dtype, self.config.seed)
+        return load_model(reader, self.model_config, dtype)
+
+    def add_request(self, request: Request) -> None:
+        """Takes a request, which `step` then works on.
+
+        Raises:
+          RequestError: it cannot be honoured; nothing of it is kept.
+        """
+        self._check_request(request)
+        params, num_prompt = request.params, len(request.prompt_token_ids)
+        limit = self.scheduler_config.max_model_len
+        max_total = limit if params.max_tokens is None else num_prompt + params.max_tokens
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        seed = self._rng.getrandbits(63) if params.seed is None else params.seed
+        owner = LiveRequest(request, params.n)
+        for index in range(params.n):
+            sequence = Sequence(
+                seq_id=self._next_seq_id,
+                request=request,
+                index=index,
+                seed=seed + index,
+                stop_ids=stop_ids,
+                max_total_tokens=max_total,
+                token_ids=list(request.prompt_token_ids),
+                num_prompt_tokens=num_prompt,
+            )
+            self._scheduler.add(sequence)
+            self._completions[sequence.seq_id] = LiveCompletion(sequence, owner, self.tokenizer)
+            self._next_seq_id += 1
+        self._requests[request.request_id] = owner
+
+    def _check_request(self, request: Request) -> None:
+        params, ids = request.params, request.prompt_token_ids
+        limit, vocab_size = self.scheduler_config.max_model_len, self.model_config.vocab_size
+        if request.request_id in self._requests:
+            raise RequestError(f"request_id={request.request_id!r} is running already", "request_id")
+        if not ids:
+            raise RequestError("prompt is empty: give at least one token", "prompt")
+        if len(ids) >= limit:
+            raise RequestError(
+                f"prompt has {len(ids)} tokens, and the length limit is {limit} with the answer: shorten it", "prompt"
+            )
+        if params.max_tokens is not None and len(ids) + params.max_tokens > limit:
+            raise RequestError(
+                f"prompt has {len(ids)} tokens and max_tokens={params.max_tokens}: "
+                f"together over the length limit of {limit}; shorten one of them",
+                "max_tokens",
+            )
+        for name, values in (
+            ("prompt", ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", tuple(params.logit_bias)),
+        ):
+            outside = [i for i in values if not 0 <= i < vocab_size]
+            if outside:
+                raise RequestError(f"{name} holds token id {outside[0]}: ids go from 0 to {vocab_size - 1}", name)
+
+    def abort(self, request_id: str) -> None:
+        """Drops a request at any moment and frees its pages; nothing where it is not running."""
+        if self._requests.pop(request_id, None) is None:
+            return
+        for sequence in self._scheduler.abort(request_id):
+            del self._completions[sequence.seq_id]
+        self.metrics.observe_abort(request_id)
+
+    def has_unfinished(self) -> bool:
+        """True while `step` has something to do."""
+        return self._scheduler.has_unfinished() or self._in_flight is not None
+
+    def step(self) -> list[TokenOutput]:
+        """Launches the next step, then reads the one before it. Returns what that one brought."""
+        start_s, waited_s = time.monotonic(), self._runner.wait_s
+        previous, self._in_flight = self._in_flight, None
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            self._in_flight = self._runner.launch(plan)
+            self._note_scheduled(plan, start_s)
+        outputs: list[TokenOutput] = []
+        if previous is not None:
+            result = self._runner.read(previous)
+            self._note_prompt_logprobs(result)
+            for sequence in self._scheduler.commit(previous.plan, result):
+                outputs.append(self._output(sequence, result))
+        self.host_times_s.append(time.monotonic() - start_s - (self._runner.wait_s - waited_s))
+        return outputs
+
+    def _note_scheduled(self, plan: StepPlan, now_s: float) -> None:
+        totals = self._totals
+        totals.num_steps += 1
+        totals.num_decode_tokens += len(plan.decodes)
+        for seq in plan.prefills:
+            totals.num_prefill_tokens += seq.num_tokens
+            if not seq.first:
+                continue
+            owner = self._completions[seq.sequence.seq_id].owner
+            if owner.first_scheduled_time_s is None:
+                owner.first_scheduled_time_s = now_s
+            if seq.sequence.num_preemptions:
+                totals.num_preemptions += 1
+            else:
+                totals.prefix_cache_queries += seq.sequence.num_prompt_tokens
+                totals.prefix_cache_hits += seq.sequence.num_cached_tokens
+
+    def _note_prompt_logprobs(self, result: StepResult) -> None:
+        for seq_id, entries in result.prompt_logprobs.items():
+            completion = self._completions.get(seq_id)
+            if completion is not None and completion.sequence.index == 0 and not completion.sequence.num_preemptions:
+                completion.owner.prompt_logprobs.extend(entries)
+
+    def _output(self, sequence: Sequence, result: StepResult) -> TokenOutput:
+        completion = self._completions[sequence.seq_id]
+        sampled = result.sampled[sequence.seq_id]
+        text, stop = completion.add_token(sampled.token_id)
+        if stop is not None:
+            self._scheduler.finish(sequence, FinishReason.STOP, stop)
+        output = completion.output(text, sampled.token_id, sampled.logprobs)
+        if output.finish_reason is not None:
+            del self._completions[sequence.seq_id]
+        if output.request_finished:
+            del self._requests[sequence.request.request_id]
+        self.metrics.observe_output(output, sequence.num_prompt_tokens)
+        return output
+
+    def stats(self) -> EngineStats:
+        """The state now."""
+        totals = self._totals
+        return EngineStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            kv_cache_usage=self._scheduler.kv_cache_usage,
+            num_pages=self.cache_config.num_pages,
+            num_preemptions=totals.num_preemptions,
+            prefix_cache_queries=totals.prefix_cache_queries,
+            prefix_cache_hits=totals.prefix_cache_hits,
+            compilations_warmup=self._num_compiled_at_start,
+            compilations_serving=self._counter.num_requests - self._num_requested_at_start,
+            num_steps=totals.num_steps,
+            num_prefill_tokens=totals.num_prefill_tokens,
+            num_decode_tokens=totals.num_decode_tokens,
+            num_padding_tokens=self._runner.num_padding_rows,
+        )
+
+
+class _Totals:
+    """What has been done since the start."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_prefill_tokens = 0
+        self.num_decode_tokens = 0
+        self.num_preemptions = 0
+        self.prefix_cache_queries = 0
+        self.prefix_cache_hits = 0
+
+
+def _load_tokenizer(config: EngineConfig, path: Path, reader: CheckpointReader) -> Tokenizer:
+    if config.tokenizer is not None:
+        return load_tokenizer(resolve_model(config.tokenizer, config.revision))
+    return load_tokenizer(path, reader.config if reader.format == "gguf" else None)

@@ -1,0 +1,148 @@
+"""The offline API: prompts in, finished outputs back, in the order given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.engine import Engine
+from jaxinfer.types import (
+    CompletionOutput,
+    FinishReason,
+    Request,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOutput,
+)
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model for offline inference: `LLM("demo").generate("Once upon a time")`."""
+
+    def __init__(self, model: str, **engine_args: Any) -> None:
+        """Args:
+          model: a path, a Hugging Face id, a .gguf file, or "demo".
+          **engine_args: fields of `EngineConfig`.
+
+        Raises:
+          ConfigError, CheckpointError: one line that says what is wrong.
+        """
+        self.engine = Engine(EngineConfig(model=model, **engine_args))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes each prompt.
+
+        Args:
+          prompts: a string, a list of token ids, or a list of either.
+          sampling_params: for all, or one each.
+          use_tqdm: shows a progress bar on a terminal.
+
+        Returns:
+          One output a prompt, in the order given.
+
+        Raises:
+          RequestError: a prompt or a parameter cannot be honoured; nothing is generated then.
+        """
+        listed = [prompts] if isinstance(prompts, str) or _is_token_ids(prompts) else list(prompts)
+        texts = [p if isinstance(p, str) else None for p in listed]
+        token_ids = [self.engine.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in listed]  # type: ignore[arg-type]
+        return self._run(texts, token_ids, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of several, through the model's chat template.
+
+        Raises:
+          RequestError: as `generate`; the model has no template; or the template refuses the messages.
+        """
+        listed = [messages] if isinstance(messages[0], Mapping) else list(messages)
+        token_ids = [self.engine.tokenizer.encode_chat(m) for m in listed]  # type: ignore[arg-type]
+        return self._run([None] * len(listed), token_ids, sampling_params, use_tqdm)
+
+    def _run(
+        self,
+        texts: Sequence[str | None],
+        token_ids: Sequence[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = sampling_params or SamplingParams()
+        each = [params] * len(texts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(texts):
+            raise RequestError(
+                f"sampling_params has {len(each)} entries for {len(texts)} prompts: give one for all, or one each",
+                "sampling_params",
+            )
+        now_s = time.monotonic()
+        requests = [
+            Request(f"llm-{now_s}-{i}", tuple(ids), p, now_s) for i, (ids, p) in enumerate(zip(token_ids, each, strict=True))
+        ]
+        collected: dict[str, list[TokenOutput]] = {r.request_id: [] for r in requests}
+        finished = False
+        try:
+            for request in requests:
+                self.engine.add_request(request)
+            with tqdm(total=len(requests), unit="request", disable=None if use_tqdm else True) as bar:
+                while self.engine.has_unfinished():
+                    for output in self.engine.step():
+                        collected[output.request_id].append(output)
+                        bar.update(output.request_finished)
+            finished = True
+        finally:
+            if not finished:  # refused or interrupted: leave the engine as it was found
+                for request in requests:
+                    self.engine.abort(request.request_id)
+        return [_joined(r, t, collected[r.request_id]) for r, t in zip(requests, texts, strict=True)]
+
+
+def _is_token_ids(prompts: object) -> bool:
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and all(isinstance(i, int) for i in prompts)
+
+
+def _joined(request: Request, text: str | None, outputs: list[TokenOutput]) -> RequestOutput:
+    """One request's outputs, put together."""
+    by_index: dict[int, list[TokenOutput]] = {i: [] for i in range(request.params.n)}
+    for output in outputs:
+        by_index[output.index].append(output)
+    prompt_logprobs = next((o.prompt_logprobs for o in by_index[0] if o.prompt_logprobs is not None), None)
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=text,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=tuple(_completion(request, i, parts) for i, parts in by_index.items()),
+        prompt_logprobs=prompt_logprobs,
+        metrics=outputs[-1].metrics,
+    )
+
+
+def _completion(request: Request, index: int, parts: list[TokenOutput]) -> CompletionOutput:
+    logprobs: tuple[TokenLogprobs, ...] = tuple(entry for part in parts for entry in part.logprobs)
+    last = parts[-1]
+    return CompletionOutput(
+        index=index,
+        text="".join(part.text for part in parts),
+        token_ids=tuple(i for part in parts for i in part.token_ids),
+        logprobs=None if request.params.logprobs is None else logprobs,
+        finish_reason=last.finish_reason or FinishReason.ABORT,
+        stop_reason=last.stop_reason,
+    )

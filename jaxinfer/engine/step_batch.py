@@ -1,0 +1,230 @@
+"""A plan becomes padded arrays: the only place that knows padding and buckets. numpy alone, no device.
+
+Dims: S decode rows, R prefill tiles of B = PREFILL_TILE rows, C = R * B, T = S + C tokens,
+M sampled rows, P pages a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jaxinfer_kernels import AttentionMetadata, QueryTiles
+
+from jaxinfer.config import CacheConfig, SchedulerConfig
+from jaxinfer.memory.ledger import page_table_width
+from jaxinfer.ops.sampling import SamplingBatch, SamplingRows
+from jaxinfer.types import ScheduledSeq, StepPlan
+
+PREFILL_TILE = 32
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """The shape of a step: rows for decodes and rows for prefill, padding included."""
+
+    num_decodes: int
+    num_prefill_rows: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decodes + self.num_prefill_rows
+
+    def num_samples(self, max_num_seqs: int) -> int:
+        """Rows that can sample: each decode, and the end of each chunk, a tile at least."""
+        return min(self.num_decodes + self.num_prefill_rows // PREFILL_TILE, max_num_seqs)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "token_ids",
+        "positions",
+        "attention",
+        "decode_slots",
+        "sample_rows",
+        "sample_slots",
+        "sampling",
+        "target_ids",
+        "wants_prompt_logprobs",
+    ],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class StepBatch:
+    """One step's input, as a pytree of numpy or jax arrays.
+
+    Attributes:
+      token_ids: [T] int32; those of decode rows are in the slots, and 0 here.
+      positions: [T] int32.
+      attention: which rows are whose, and their pages.
+      decode_slots: [S] int32, the slot of each decode row.
+      sample_rows: [M] int32, the rows whose logits are sampled.
+      sample_slots: [M] int32, their slots.
+      sampling: how, M rows.
+      target_ids: [C] int32, the token after each prefill row, for prompt_logprobs.
+      wants_prompt_logprobs: scalar bool.
+    """
+
+    token_ids: Any
+    positions: Any
+    attention: AttentionMetadata
+    decode_slots: Any
+    sample_rows: Any
+    sample_slots: Any
+    sampling: SamplingBatch
+    target_ids: Any
+    wants_prompt_logprobs: Any
+
+
+def make_buckets(config: SchedulerConfig) -> tuple[Bucket, ...]:
+    """Every shape that a step can have under this configuration; a closed set.
+
+    A step without prefill has 1, 4, 8, 16 ... or max_num_seqs rows (2 rows cost what 4 cost); one
+    with prefill has PREFILL_TILE times a power of two, and either no decode rows or all.
+    """
+    decodes = [1, *_powers_of_two(4, config.max_num_seqs)] if config.max_num_seqs > 1 else [1]
+    most = config.max_num_batched_tokens // PREFILL_TILE * PREFILL_TILE
+    prefills = _powers_of_two(PREFILL_TILE, most)
+    decode_rows = (0, config.max_num_seqs) if config.max_num_seqs > 1 else (0,)
+    return tuple(Bucket(s, 0) for s in decodes) + tuple(Bucket(s, c) for c in prefills for s in decode_rows)
+
+
+def _powers_of_two(first: int, last: int) -> list[int]:
+    """first, 2 * first ... up to `last`, which always ends the list."""
+    sizes = [last]
+    size = first
+    while size < last:
+        sizes.append(size)
+        size *= 2
+    return sorted(sizes)
+
+
+class StepBatcher:
+    """Builds the batch of each plan. Keeps on the host what stays the same from step to step."""
+
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
+        self._max_num_seqs = config.max_num_seqs
+        self._page_size = cache.page_size
+        self.buckets = make_buckets(config)
+        self.sampling_rows = SamplingRows(config.max_num_seqs)
+        width = page_table_width(config.max_model_len, cache.page_size)
+        self._page_table = np.zeros((config.max_num_seqs, width), np.int32)
+        self._num_pages = [0] * config.max_num_seqs  # entries of the table that are a slot's own
+
+    def bucket(self, plan: StepPlan) -> Bucket:
+        """The smallest bucket that holds the plan."""
+        rows = sum(_padded(seq.num_tokens) for seq in plan.prefills)
+        return next(
+            b
+            for b in self.buckets
+            if b.num_decodes >= len(plan.decodes)
+            and b.num_prefill_rows >= rows
+            and (b.num_prefill_rows > 0) == (rows > 0)
+        )
+
+    def build(self, plan: StepPlan, bucket: Bucket) -> StepBatch:
+        """The plan's batch, in fresh arrays: the device may read them after this returns."""
+        for seq in plan.decodes + plan.prefills:
+            self._update_slot(seq)
+        num_tiles = bucket.num_prefill_rows // PREFILL_TILE
+        token_ids = np.zeros(bucket.num_rows, np.int32)
+        target_ids = np.zeros(bucket.num_prefill_rows, np.int32)
+        positions = np.zeros(bucket.num_rows, np.int32)
+        write_index = np.zeros(bucket.num_rows, np.int32)
+        decode, decode_slots = self._build_decodes(plan.decodes, bucket.num_decodes, positions, write_index)
+
+        tile_slots = np.zeros(num_tiles, np.int32)
+        start = np.zeros(num_tiles, np.int32)
+        kv_len = np.zeros(num_tiles, np.int32)
+        row, tile = bucket.num_decodes, 0
+        samples = [(i, seq) for i, seq in enumerate(plan.decodes)]
+        for seq in plan.prefills:
+            end = seq.start + seq.num_tokens
+            at = np.arange(seq.start, end, dtype=np.int32)
+            rows = slice(row, row + seq.num_tokens)
+            token_ids[rows] = seq.token_ids
+            positions[rows] = at
+            write_index[rows] = self._write_index(seq.slot, at)
+            if seq.sequence.request.params.prompt_logprobs is not None:
+                targets = seq.sequence.token_ids[seq.start + 1 : end + 1]
+                first = row - bucket.num_decodes
+                target_ids[first : first + len(targets)] = targets
+            starts = np.arange(seq.start, end, PREFILL_TILE)
+            tiles = slice(tile, tile + len(starts))
+            tile_slots[tiles] = seq.slot
+            start[tiles] = starts
+            kv_len[tiles] = np.minimum(starts + PREFILL_TILE, end)
+            if seq.samples:
+                samples.append((row + seq.num_tokens - 1, seq))
+            row += len(starts) * PREFILL_TILE
+            tile += len(starts)
+        prefill = QueryTiles(self._page_table[tile_slots], start, kv_len) if num_tiles else None  # type: ignore[arg-type]
+
+        sample_rows, sample_slots, sampling = self._build_sampling(samples, bucket)
+        wants = any(seq.sequence.request.params.prompt_logprobs is not None for seq in plan.prefills)
+        return StepBatch(
+            token_ids=token_ids,
+            positions=positions,
+            attention=AttentionMetadata(write_index, decode, prefill),  # type: ignore[arg-type]
+            decode_slots=decode_slots,
+            sample_rows=sample_rows,
+            sample_slots=sample_slots,
+            sampling=sampling,
+            target_ids=target_ids,
+            wants_prompt_logprobs=np.bool_(wants),
+        )
+
+    def _update_slot(self, seq: ScheduledSeq) -> None:
+        """Takes over what is new of a slot: all of it at admission, then pages as they are added."""
+        if seq.first:
+            sequence = seq.sequence
+            self.sampling_rows.set(seq.slot, sequence.request.params, sequence.seed, sequence.stop_ids)
+            self._num_pages[seq.slot] = 0
+        known = self._num_pages[seq.slot]
+        if known < len(seq.page_ids):
+            self._page_table[seq.slot, known : len(seq.page_ids)] = seq.page_ids[known:]
+            self._num_pages[seq.slot] = len(seq.page_ids)
+
+    def _build_decodes(
+        self, decodes: tuple[ScheduledSeq, ...], size: int, positions: np.ndarray, write_index: np.ndarray
+    ) -> tuple[QueryTiles | None, np.ndarray]:
+        """The decode rows' tiles and slots; fills their positions and write indices."""
+        count = len(decodes)
+        slots = np.full(size, self._max_num_seqs, np.int32)
+        slots[:count] = [seq.slot for seq in decodes]
+        positions[:count] = [seq.start for seq in decodes]
+        write_index[:count] = self._write_index(slots[:count], positions[:count])
+        if not size:
+            return None, slots
+        page_table = np.zeros((size, self._page_table.shape[1]), np.int32)
+        page_table[:count] = self._page_table[slots[:count]]
+        start = positions[:size].copy()
+        kv_len = np.zeros(size, np.int32)
+        kv_len[:count] = start[:count] + 1
+        return QueryTiles(page_table, start, kv_len), slots  # type: ignore[arg-type]
+
+    def _build_sampling(
+        self, samples: list[tuple[int, ScheduledSeq]], bucket: Bucket
+    ) -> tuple[np.ndarray, np.ndarray, SamplingBatch]:
+        """The sampled rows, their slots, and how to sample them, in the order of `samples`."""
+        size = bucket.num_samples(self._max_num_seqs)
+        count = len(samples)
+        rows = np.zeros(size, np.int32)
+        slots = np.full(size, self._max_num_seqs, np.int32)
+        rows[:count] = [row for row, _ in samples]
+        slots[:count] = [seq.slot for _, seq in samples]
+        positions = np.array([seq.start + seq.num_tokens for _, seq in samples], np.int32)
+        prompts = np.array([seq.sequence.num_prompt_tokens for _, seq in samples], np.int32)
+        return rows, slots, self.sampling_rows.gather(slots[:count], positions, positions - prompts, size)
+
+    def _write_index(self, slot: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
+        page_ids = self._page_table[slot, positions // self._page_size]
+        return page_ids * self._page_size + positions % self._page_size
+
+
+def _padded(num_tokens: int) -> int:
+    return -(-num_tokens // PREFILL_TILE) * PREFILL_TILE

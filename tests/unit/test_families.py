@@ -1,0 +1,226 @@
+"""config.json and GGUF metadata -> ModelConfig, with the values of published models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxinfer.config import ConfigError, RopeConfig
+from jaxinfer.models.families import FAMILIES, GGUF_FAMILIES, model_config_from
+from jaxinfer_checkpoints import TensorInfo
+
+# Of config.json of mistralai/Mistral-7B-v0.1.
+MISTRAL: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+# Of config.json of Qwen/Qwen2.5-7B-Instruct.
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+    "generation_config": {"eos_token_id": [151645, 151643]},
+}
+# Of config.json of google/gemma-3-27b-it: it says this little of its text half.
+GEMMA_27B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
+# Of the metadata of gemma-3-27b-it's GGUF files.
+GEMMA_27B_GGUF: dict[str, Any] = {
+    "general.architecture": "gemma3",
+    "gemma3.context_length": 131072,
+    "gemma3.embedding_length": 5376,
+    "gemma3.block_count": 62,
+    "gemma3.feed_forward_length": 21504,
+    "gemma3.attention.head_count": 32,
+    "gemma3.attention.head_count_kv": 16,
+    "gemma3.attention.key_length": 128,
+    "gemma3.attention.value_length": 128,
+    "gemma3.attention.layer_norm_rms_epsilon": 1e-6,
+    "gemma3.attention.sliding_window": 1024,
+    "gemma3.rope.freq_base": 1000000.0,
+    "gemma3.rope.scaling.type": "linear",
+    "gemma3.rope.scaling.factor": 8.0,
+    "tokenizer.ggml.bos_token_id": 2,
+    "tokenizer.ggml.eos_token_id": 1,
+    "tokenizer.ggml.eot_token_id": 106,
+}
+LLAMA_GGUF: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.context_length": 8192,
+    "llama.embedding_length": 576,
+    "llama.block_count": 30,
+    "llama.feed_forward_length": 1536,
+    "llama.attention.head_count": 9,
+    "llama.attention.head_count_kv": 3,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 100000.0,
+    "llama.rope.dimension_count": 64,
+    "tokenizer.ggml.tokens": ["a"] * 49152,
+}
+
+
+def _tensors(**shapes: tuple[int, ...]) -> dict[str, TensorInfo]:
+    """attn_q_bias=... stands for blk.0.attn_q.bias, and other names for those without a block."""
+    names = {"token_embd": "token_embd.weight", "output": "output.weight", "attn_q_bias": "blk.0.attn_q.bias"}
+    return {names[key]: TensorInfo(names[key], shape, "F32") for key, shape in shapes.items()}
+
+
+def test_mistral_slides_everywhere_and_newer_ones_nowhere() -> None:
+    model = model_config_from(MISTRAL, "safetensors")
+    assert {layer.sliding_window for layer in model.layers} == {4096}
+    assert (model.head_dim, model.num_hidden_layers, model.attention_bias) == (128, 32, False)
+
+    newer = model_config_from(MISTRAL | {"sliding_window": None, "head_dim": 160}, "safetensors")
+    assert {layer.sliding_window for layer in newer.layers} == {None}
+    assert newer.head_dim == 160
+
+
+def test_qwen2_window_counts_only_if_used_and_after_max_window_layers() -> None:
+    model = model_config_from(QWEN2, "safetensors")
+    assert {layer.sliding_window for layer in model.layers} == {None}
+    assert (model.attention_bias, model.attention_out_bias) == (True, False)
+    assert model.eos_token_ids == (151645, 151643)
+
+    used = model_config_from(QWEN2 | {"use_sliding_window": True, "max_window_layers": 21}, "safetensors")
+    assert [layer.sliding_window for layer in used.layers] == [None] * 21 + [131072] * 7
+
+
+def test_yarn_in_config_json_lengthens_the_limit() -> None:
+    """As Qwen's model cards tell to add it; max_position_embeddings stays in the file as it was."""
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+    assert (
+        model_config_from(QWEN2 | {"rope_scaling": scaling}, "safetensors").max_position_embeddings == 131072
+    )
+
+
+def test_rope_scaling_override_replaces_the_files() -> None:
+    text = '{"rope_type": "linear", "factor": 2.0}'
+    model = model_config_from(QWEN2, "safetensors", rope_scaling_override=text)
+    assert {layer.rope for layer in model.layers} == {RopeConfig(1e6, "linear", 2.0)}
+
+
+def test_gemma3_27b_is_the_same_from_config_json_and_gguf() -> None:
+    """Whole configs equal, except for what the formats store differently."""
+    ours = model_config_from(GEMMA_27B, "safetensors")
+    theirs = model_config_from(GEMMA_27B_GGUF, "gguf", tensors=_tensors(token_embd=(262_208, 5376)))
+
+    differing = {name for name in ours.__dataclass_fields__ if getattr(ours, name) != getattr(theirs, name)}
+    assert differing == {"architecture", "norm_offset"}
+    assert ours.query_scale == pytest.approx(168**-0.5)
+    assert ours.embedding_scale == pytest.approx(5376**0.5)
+    assert set(theirs.eos_token_ids) == set(ours.eos_token_ids) == {1, 106}
+    assert [i for i, layer in enumerate(ours.layers) if layer.sliding_window is None] == list(range(5, 62, 6))
+    assert ours.layers[5].rope == RopeConfig(1e6, "linear", 8.0)
+    assert ours.layers[0].rope == RopeConfig(1e4)
+    assert ours.layers[0].sliding_window == 1024
+
+
+def test_gemma3_layer_types_beat_the_pattern() -> None:
+    text = GEMMA_27B["text_config"] | {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "vocab_size": 100,
+        "max_position_embeddings": 4096,
+        "architectures": ["Gemma3ForCausalLM"],
+    }
+    model = model_config_from(text, "safetensors")
+    assert [layer.sliding_window for layer in model.layers] == [None, 1024, None]
+    with pytest.raises(ConfigError, match="layer_types has chunked_attention"):
+        model_config_from(text | {"layer_types": ["chunked_attention"] * 3}, "safetensors")
+
+
+def test_gguf_leaves_head_biases_and_vocabulary_to_the_tensors() -> None:
+    tied = model_config_from(LLAMA_GGUF, "gguf", tensors=_tensors(token_embd=(49152, 576)))
+    assert (tied.tie_word_embeddings, tied.attention_bias, tied.head_dim) == (True, False, 64)
+    assert tied.interleaved_qk
+
+    other = model_config_from(
+        LLAMA_GGUF, "gguf", tensors=_tensors(token_embd=(50000, 576), output=(50000, 576), attn_q_bias=(576,))
+    )
+    assert (other.tie_word_embeddings, other.attention_bias, other.vocab_size) == (False, True, 50000)
+
+
+def test_unknown_architecture_is_refused_by_name_with_those_known() -> None:
+    with pytest.raises(ConfigError, match="GPTNeoXForCausalLM") as error:
+        model_config_from({"architectures": ["GPTNeoXForCausalLM"]}, "safetensors")
+    assert all(name in str(error.value) for name in (*FAMILIES, *GGUF_FAMILIES))
+
+    with pytest.raises(ConfigError, match="'mamba'") as error:
+        model_config_from({"general.architecture": "mamba"}, "gguf")
+    assert all(name in str(error.value) for name in (*FAMILIES, *GGUF_FAMILIES))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act='relu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config of method 'gptq'"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads=5"),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "'su' is not supported"),
+    ],
+)
+def test_unsupported_options_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_config_from(MISTRAL | change, "safetensors")
+
+
+def test_missing_keys_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"config\.json of MistralForCausalLM lacks 'vocab_size'"):
+        model_config_from({k: v for k, v in MISTRAL.items() if k != "vocab_size"}, "safetensors")
+    with pytest.raises(ConfigError, match="GGUF metadata of llama lacks 'context_length'"):
+        model_config_from({k: v for k, v in LLAMA_GGUF.items() if k != "llama.context_length"}, "gguf")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"llama.expert_count": 8}, "mixtures of experts"),
+        ({"llama.rope.dimension_count": 32}, "rope.dimension_count=32"),
+        ({"llama.attention.head_count_kv": [3, 1]}, "differs from layer to layer"),
+        ({"llama.rope.scaling.type": "longrope"}, "'longrope' is not supported"),
+    ],
+)
+def test_unsupported_gguf_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_config_from(LLAMA_GGUF | change, "gguf")

@@ -1,0 +1,507 @@
+"""OpenAI's API over a fake engine, through real sockets and, where it can be, OpenAI's own client."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from jaxinfer.config import SchedulerConfig
+from jaxinfer.engine.async_engine import AsyncEngine
+from jaxinfer.server.app import create_app
+from tests.fake_engine import EOS, MODEL, FakeEngine
+
+
+class Server:
+    """The app on a free port, in a thread."""
+
+    def __init__(self, engine: FakeEngine, max_waiting_requests: int = 1024) -> None:
+        self.engine = engine
+        self.async_engine = AsyncEngine(engine, max_waiting_requests)
+        config = uvicorn.Config(
+            create_app(self.async_engine, MODEL), log_level="critical", ws="none", timeout_graceful_shutdown=5
+        )
+        self._server = uvicorn.Server(config)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
+        self._thread.start()
+        wait_until(lambda: self._server.started)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=10)
+        self.client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0
+        )
+
+    def close(self) -> None:
+        self.http.close()
+        self.client.close()
+        self._server.should_exit = True
+        self._thread.join(timeout=10)
+        self._listener.close()
+        assert not self._thread.is_alive()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited 5 s in vain"
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def serving(engine: FakeEngine, max_waiting_requests: int = 1024) -> Iterator[Server]:
+    server = Server(engine, max_waiting_requests)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(FakeEngine()) as live:
+        yield live
+
+
+@pytest.fixture
+def slow() -> Iterator[Server]:
+    """A step takes 5 ms, and three sequences fit in a batch."""
+    with serving(FakeEngine(scheduler_config=SchedulerConfig(3, 512, 1 << 20), step_s=0.005), 4) as live:
+        yield live
+
+
+def hi(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "hi", **fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+# --- Completions ----------------------------------------------------------------------------------
+
+
+def test_completion(server: Server) -> None:
+    answer = server.client.completions.create(model=MODEL, prompt="hé")
+    assert answer.object == "text_completion"
+    assert answer.model == MODEL
+    assert [(c.index, c.text, c.finish_reason, c.logprobs) for c in answer.choices] == [
+        (0, "hé", "stop", None)
+    ]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (
+        3,
+        4,
+        7,
+    )
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        (["ab", "cde"], ["ab", "cde"]),
+        ([97, 98], ["ab"]),
+        ([[97], [98, 99]], ["a", "bc"]),
+    ],
+)
+def test_every_form_of_prompt(server: Server, prompt: Any, texts: list[str]) -> None:
+    answer = server.client.completions.create(model=MODEL, prompt=prompt)
+    assert [(c.index, c.text) for c in answer.choices] == list(enumerate(texts))
+
+
+def test_choices_are_numbered_by_prompt_and_completion(server: Server) -> None:
+    answer = server.client.completions.create(model=MODEL, prompt=["ab", "cd"], n=2)
+    assert [(c.index, c.text) for c in answer.choices] == [(0, "ab"), (1, "b"), (2, "cd"), (3, "d")]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 4
+
+
+def test_completion_stops(server: Server) -> None:
+    choice = server.client.completions.create(model=MODEL, prompt="abcdef", stop=["de", "zz"]).choices[0]
+    assert (choice.text, choice.finish_reason) == ("abc", "stop")
+    assert choice.model_extra == {"stop_reason": "de"}
+    extra = {"include_stop_str_in_output": True}
+    choice = server.client.completions.create(
+        model=MODEL, prompt="abcdef", stop="de", extra_body=extra
+    ).choices[0]
+    assert choice.text == "abcde"
+    choice = server.client.completions.create(model=MODEL, prompt="abcdef", max_tokens=2).choices[0]
+    assert (choice.text, choice.finish_reason) == ("ab", "length")
+
+
+def test_completion_has_sixteen_tokens_at_most_unless_told(server: Server) -> None:
+    assert server.client.completions.create(model=MODEL, prompt="x" * 40).choices[0].text == "x" * 16
+
+
+def test_completion_logprobs(server: Server) -> None:
+    choice = server.client.completions.create(model=MODEL, prompt="hé", logprobs=3).choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == ["h", "bytes:\\xc3", "bytes:\\xa9", "<eos>"]
+    assert choice.logprobs.token_logprobs == [-1.5] * 4
+    assert choice.logprobs.top_logprobs is not None
+    assert choice.logprobs.top_logprobs[0] == {"!": -0.25, "h": -1.5, "?": -9999.0}
+    assert choice.logprobs.text_offset == [0, 1, 1, 2]
+    one = server.client.completions.create(model=MODEL, prompt="h", logprobs=1).choices[0].logprobs
+    assert one is not None
+    assert one.top_logprobs is not None
+    assert one.top_logprobs[0] == {"!": -0.25, "h": -1.5}  # the sampled token comes in any case
+
+
+def test_completion_echo_with_logprobs(server: Server) -> None:
+    choice = server.client.completions.create(model=MODEL, prompt="ab", echo=True, logprobs=1).choices[0]
+    assert choice.text == "abab"
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == ["a", "b", "a", "b", "<eos>"]
+    assert choice.logprobs.token_logprobs == [None, -1.5, -1.5, -1.5, -1.5]
+    assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
+    assert choice.model_extra == {"stop_reason": None}  # prompt_logprobs were not asked for
+
+
+def test_prompt_logprobs(server: Server) -> None:
+    choice = server.client.completions.create(
+        model=MODEL, prompt="ab", extra_body={"prompt_logprobs": 1}
+    ).choices[0]
+    assert choice.model_extra is not None
+    assert choice.model_extra["prompt_logprobs"] == [
+        None,
+        {
+            "98": {"logprob": -1.5, "rank": 2, "decoded_token": "b"},
+            "33": {"logprob": -0.25, "rank": 1, "decoded_token": "!"},
+        },
+    ]
+
+
+def test_streamed_completion_is_the_whole_one(server: Server) -> None:
+    options: Any = {
+        "model": MODEL,
+        "prompt": ["hé you", "ab"],
+        "n": 2,
+        "logprobs": 2,
+        "echo": True,
+        "stop": "o",
+    }
+    whole = server.client.completions.create(**options)
+    chunks = list(
+        server.client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    )
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert {c.usage for c in chunks[:-1]} == {None}
+    for expected in whole.choices:
+        parts = [c for chunk in chunks for c in chunk.choices if c.index == expected.index]
+        assert "".join(c.text for c in parts) == expected.text
+        assert [c.finish_reason for c in parts][-1] == expected.finish_reason
+        assert expected.logprobs is not None
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = [x for c in parts for x in getattr(c.logprobs, name)]
+            assert joined == getattr(expected.logprobs, name)
+
+
+# --- Chat -----------------------------------------------------------------------------------------
+
+
+def test_chat(server: Server) -> None:
+    answer = server.client.chat.completions.create(
+        model=MODEL,
+        messages=[
+            {"role": "developer", "content": "be"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        ],
+    )
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.role == "assistant"
+    assert "system:be;" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_an_answer_can_be_sent_back_as_history(server: Server) -> None:
+    first = server.client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
+    history: Any = [{"role": "user", "content": "hi"}, first.choices[0].message]
+    again = server.client.chat.completions.create(model=MODEL, messages=history)
+    assert again.choices[0].message.content == "user:hi;assistant:user:hi;;"
+
+
+def test_chat_logprobs(server: Server) -> None:
+    answer = server.client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hé"}], logprobs=True, top_logprobs=2, max_tokens=7
+    )
+    assert answer.choices[0].logprobs is not None
+    entries = answer.choices[0].logprobs.content or []
+    assert [e.bytes for e in entries][-1] == [0xC3]
+    assert (entries[0].token, entries[0].logprob, entries[0].bytes) == ("u", -1.5, [ord("u")])
+    assert [(t.token, t.logprob) for t in entries[0].top_logprobs] == [("!", -0.25), ("u", -1.5)]
+    assert answer.choices[0].message.content == "user:h\ufffd"
+
+
+def test_streamed_chat(server: Server) -> None:
+    options: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hé"}], "n": 2, "logprobs": True}
+    whole = server.client.chat.completions.create(**options)
+    chunks = list(server.client.chat.completions.create(**options, stream=True))
+    for expected in whole.choices:
+        parts = [c for chunk in chunks for c in chunk.choices if c.index == expected.index]
+        assert (parts[0].delta.role, parts[0].delta.content) == ("assistant", "")
+        assert [c.delta.role for c in parts[1:]] == [None] * (len(parts) - 1)
+        assert "".join(c.delta.content or "" for c in parts) == expected.message.content
+        assert [c.finish_reason for c in parts] == [None] * (len(parts) - 1) + ["stop"]
+        assert expected.logprobs is not None
+        entries = [e for c in parts if c.logprobs for e in c.logprobs.content or []]
+        assert entries == expected.logprobs.content
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_stream_is_server_sent_events(server: Server) -> None:
+    with server.http.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as response:
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        text = response.read().decode()
+    events = text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert {json.loads(e.removeprefix("data: "))["object"] for e in events[:-2]} == {"chat.completion.chunk"}
+
+
+# --- What cannot be honoured ----------------------------------------------------------------------
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "code"),
+    [
+        (COMPLETIONS, hi(temprature=1), 400, "temprature", "unknown_parameter"),
+        (COMPLETIONS, hi(max_completion_tokens=1), 400, "max_completion_tokens", "unknown_parameter"),
+        (COMPLETIONS, hi(suffix="x"), 400, "suffix", "unsupported_parameter"),
+        (COMPLETIONS, hi(best_of=2), 400, "best_of", "invalid_value"),
+        (COMPLETIONS, hi(temperature="1"), 400, "temperature", "invalid_value"),
+        (COMPLETIONS, hi(temperature=-1), 400, "temperature", "invalid_value"),
+        (COMPLETIONS, hi(top_p=0), 400, "top_p", "invalid_value"),
+        (COMPLETIONS, hi(n=0), 400, "n", "invalid_value"),
+        (COMPLETIONS, hi(n=True), 400, "n", "invalid_value"),
+        (COMPLETIONS, hi(max_tokens=0), 400, "max_tokens", "invalid_value"),
+        (COMPLETIONS, hi(logprobs=21), 400, "logprobs", "invalid_value"),
+        (COMPLETIONS, hi(stop=[1]), 400, "stop", "invalid_value"),
+        (COMPLETIONS, hi(stop=""), 400, "stop", "invalid_value"),
+        (COMPLETIONS, hi(logit_bias={"x": 1}), 400, "logit_bias", "invalid_value"),
+        (COMPLETIONS, hi(logit_bias={"1": 101}), 400, "logit_bias", "invalid_value"),
+        (COMPLETIONS, hi(priority=1), 400, "priority", "invalid_value"),
+        (COMPLETIONS, hi(stream_options={"include_usage": True}), 400, "stream_options", "invalid_value"),
+        (COMPLETIONS, hi(stream=True, prompt_logprobs=1), 400, "prompt_logprobs", "invalid_value"),
+        (COMPLETIONS, hi(prompt=""), 400, "prompt", "invalid_value"),
+        (COMPLETIONS, hi(prompt=[]), 400, "prompt", "invalid_value"),
+        (COMPLETIONS, hi(prompt=["a", ""]), 400, "prompt", "invalid_value"),
+        (COMPLETIONS, hi(prompt=["a", 1]), 400, "prompt", "invalid_type"),
+        (COMPLETIONS, hi(prompt={"a": 1}), 400, "prompt", "invalid_type"),
+        (COMPLETIONS, hi(prompt="x" * 600), 400, "prompt", "invalid_value"),
+        (COMPLETIONS, {"model": MODEL}, 400, "prompt", "missing_required_parameter"),
+        (COMPLETIONS, {"prompt": "hi"}, 400, "model", "missing_required_parameter"),
+        (COMPLETIONS, hi(model="other"), 404, "model", "model_not_found"),
+        (CHAT, chat(tools=[{"type": "function"}]), 400, "tools", "unsupported_parameter"),
+        (
+            CHAT,
+            chat(response_format={"type": "json_object"}),
+            400,
+            "response_format",
+            "unsupported_parameter",
+        ),
+        (CHAT, chat(reasoning_effort="low"), 400, "reasoning_effort", "unsupported_parameter"),
+        (CHAT, chat(prompt="x"), 400, "prompt", "unknown_parameter"),
+        (CHAT, chat(top_logprobs=2), 400, "top_logprobs", "invalid_value"),
+        (CHAT, chat(logprobs=1), 400, "logprobs", "invalid_value"),
+        (CHAT, chat(max_tokens=1, max_completion_tokens=2), 400, "max_tokens", "invalid_value"),
+        (CHAT, chat(messages=[]), 400, "messages", "invalid_value"),
+        (CHAT, chat(messages=[{"role": "robot", "content": "x"}]), 400, "messages[0].role", "invalid_value"),
+        (CHAT, chat(messages=[{"role": "user"}]), 400, "messages[0].content", "invalid_value"),
+        (CHAT, chat(messages=[{"role": "user", "content": "x" * 600}]), 400, "messages", "invalid_value"),
+    ],
+)
+def test_refusals_name_the_parameter(
+    server: Server, path: str, body: dict[str, Any], status: int, param: str, code: str
+) -> None:
+    for streaming in ({}, {"stream": True}) if "stream_options" not in body else ({},):
+        response = server.http.post(path, json=body | streaming)
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {"best_of": 1, "suffix": None, "stop": None, "n": None, "user": "me", "top_k": -1}),
+        (COMPLETIONS, {"temperature": 1, "seed": -5, "logit_bias": {"104": -100}, "stop_token_ids": [9]}),
+        (
+            COMPLETIONS,
+            {"min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1, "presence_penalty": 2, "top_p": 1},
+        ),
+        (
+            CHAT,
+            {
+                "tools": None,
+                "tool_choice": "none",
+                "response_format": {"type": "text"},
+                "modalities": ["text"],
+            },
+        ),
+        (CHAT, {"max_tokens": 5, "max_completion_tokens": 5, "store": False, "skip_special_tokens": False}),
+    ],
+)
+def test_what_asks_for_nothing_more_is_let_through(server: Server, path: str, fields: dict[str, Any]) -> None:
+    response = server.http.post(path, json=(hi() if path == COMPLETIONS else chat()) | fields)
+    assert response.status_code == 200, response.text
+
+
+def test_special_tokens_are_shown_if_asked_for(server: Server) -> None:
+    body = hi(skip_special_tokens=False)
+    assert server.http.post(COMPLETIONS, json=body).json()["choices"][0]["text"] == "hi<eos>"
+    body = hi(ignore_eos=True, max_tokens=4, skip_special_tokens=False, prompt=[104, EOS], echo=True)
+    assert server.http.post(COMPLETIONS, json=body).json()["choices"][0]["text"] == "h<eos>h<eos><eos>h"
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b"[]", b'"x"', b'{"model": NaN}', b'{"model": "\xff"}'])
+def test_malformed_bodies(server: Server, body: bytes) -> None:
+    response = server.http.post(CHAT, content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_json"
+
+
+def test_unknown_routes_and_methods(server: Server) -> None:
+    for method, path, status, code in (
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("GET", CHAT, 405, "method_not_allowed"),
+    ):
+        response = server.http.request(method, path)
+        assert response.status_code == status
+        assert response.json()["error"]["code"] == code
+        assert path in response.json()["error"]["message"]
+
+
+def test_body_over_the_limit(server: Server) -> None:
+    response = server.http.post(CHAT, content=b" " * ((32 << 20) + 1))
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
+def test_errors_are_the_clients_own(server: Server) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        server.client.completions.create(model=MODEL, prompt="hi", temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as missing:
+        server.client.completions.create(model="other", prompt="hi")
+    assert missing.value.code == "model_not_found"
+
+
+# --- State ----------------------------------------------------------------------------------------
+
+
+def test_models(server: Server) -> None:
+    assert [m.id for m in server.client.models.list()] == [MODEL]
+    assert server.client.models.retrieve(MODEL).owned_by == "jaxinfer"
+    with pytest.raises(openai.NotFoundError):
+        server.client.models.retrieve("a/b")
+
+
+def test_health_version_metrics(server: Server) -> None:
+    assert server.http.get("/health").status_code == 200
+    assert server.http.get("/version").json().keys() == {"version"}
+    metrics = server.http.get("/metrics")
+    assert metrics.headers["content-type"] == server.engine.metrics.content_type
+    assert 'jaxinfer:request_success_total{finished_reason="stop"}' in metrics.text
+
+
+def test_one_thread_owns_the_engine(server: Server) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(
+            pool.map(lambda i: server.http.post(COMPLETIONS, json=hi(prompt=f"p{i}")).json(), range(32))
+        )
+    assert [t["choices"][0]["text"] for t in texts] == [f"p{i}" for i in range(32)]
+    assert len(server.engine.threads) == 1
+
+
+def test_idle_engine_takes_no_cpu(server: Server) -> None:
+    steps = server.engine.num_steps
+    start_s = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - start_s < 0.05
+    assert server.engine.num_steps == steps
+
+
+# --- Trouble --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_client_that_hangs_up_frees_its_pages_within_a_step(slow: Server, streaming: bool) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", slow.port)
+    body = hi(max_tokens=500, ignore_eos=True, stream=streaming, n=2)
+    connection.request("POST", COMPLETIONS, json.dumps(body), {"Content-Type": "application/json"})
+    wait_until(lambda: slow.engine.num_steps > 3)
+    steps_before = slow.engine.num_steps
+    assert connection.sock is not None
+    connection.sock.close()
+    connection.close()
+    wait_until(lambda: bool(slow.engine.aborted))
+    ((_, step),) = slow.engine.aborted
+    assert step <= steps_before + 3  # the step in flight, and what passes until the loop sees the socket
+    assert not slow.engine.has_unfinished()
+    wait_until(lambda: "jaxinfer:num_requests_running 0.0" in slow.http.get("/metrics").text)
+
+
+def test_a_full_queue_is_429_and_others_go_on(slow: Server) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        body = hi(prompt=["a", "b", "c", "d"], max_tokens=50, ignore_eos=True)
+        running = pool.submit(slow.http.post, COMPLETIONS, json=body)
+        wait_until(lambda: slow.engine.num_steps > 1)  # three of four have a token, one waits
+        assert slow.http.post(COMPLETIONS, json=hi(prompt=["x"] * 5)).status_code == 400
+        refused = slow.http.post(COMPLETIONS, json=hi(prompt=["x"] * 4))
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert slow.http.post(COMPLETIONS, json=hi()).status_code == 200
+        assert len(running.result().json()["choices"]) == 4
+
+
+def test_a_bad_prompt_among_good_ones_takes_them_all_back(slow: Server) -> None:
+    limited = FakeEngine(scheduler_config=SchedulerConfig(3, 512, 16))
+    with serving(limited) as live:
+        response = live.http.post(COMPLETIONS, json=hi(prompt=["ok", "x" * 16]))
+        assert response.status_code == 400
+        assert "16 tokens, over the limit of 16" in response.json()["error"]["message"]
+        wait_until(lambda: not limited.has_unfinished())
+
+
+def test_a_failed_engine_answers_everybody() -> None:
+    engine = FakeEngine(step_s=0.005)
+    with serving(engine) as live, ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(live.http.post, COMPLETIONS, json=hi(max_tokens=500, ignore_eos=True))
+        stream = live.client.completions.create(
+            **hi(max_tokens=500, stream=True), extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        engine.fail = True
+        with pytest.raises(openai.APIError, match="out of luck"):
+            list(stream)
+        assert whole.result().status_code == 500
+        assert whole.result().json()["error"]["code"] == "engine_failed"
+        assert live.http.get("/health").status_code == 503
+        late = live.http.post(COMPLETIONS, json=hi())
+        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+
+
+def test_shutdown_lets_running_requests_end() -> None:
+    engine = FakeEngine(step_s=0.005)
+    with ThreadPoolExecutor(1) as pool:
+        with serving(engine) as live:
+            url = f"http://127.0.0.1:{live.port}{COMPLETIONS}"
+            running = pool.submit(httpx.post, url, json=hi(max_tokens=40, ignore_eos=True))
+            wait_until(lambda: engine.num_steps > 2)
+        assert running.result().json()["usage"]["completion_tokens"] == 40

@@ -1,0 +1,269 @@
+"""The rule table and the streaming loader, over readers that are dicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
+from jaxinfer.models import weights
+from jaxinfer.models.transformer import Transformer
+from jaxinfer.models.weights import load_model, random_model
+from jaxinfer_checkpoints import CheckpointError, TensorInfo
+
+F32 = jnp.dtype("float32")
+LLAMA = ModelConfig(
+    architecture="test",
+    vocab_size=20,
+    hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    layers=(LayerConfig(RopeConfig()),) * 2,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+    attention_bias=True,
+)
+GEMMA = dataclasses.replace(
+    LLAMA,
+    attention_bias=False,
+    tie_word_embeddings=True,
+    sandwich_norms=True,
+    qk_norm=True,
+    norm_offset=True,
+)
+
+
+class FakeReader:
+    """A checkpoint in memory that notes the rows read of each tensor."""
+
+    path = Path("fake")
+
+    def __init__(self, format: Literal["safetensors", "gguf"], arrays: Mapping[str, np.ndarray]) -> None:
+        self.format: Literal["safetensors", "gguf"] = format
+        self.config: Mapping[str, Any] = {}
+        self.arrays = dict(arrays)
+        self.tensors = {name: TensorInfo(name, a.shape, "F32") for name, a in arrays.items()}
+        self.rows: list[tuple[str, int]] = []
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        values = self.arrays[name][index if index is not None else ...]
+        self.rows.append((name, len(values)))
+        return values
+
+    def close(self) -> None:
+        pass
+
+
+def leaves(model: Transformer) -> dict[str, np.ndarray]:
+    """Parameter path -> values."""
+    flat = nnx.to_flat_state(nnx.state(model))
+    return {".".join(map(str, path)): np.asarray(param.get_value()) for path, param in flat}
+
+
+def arrays_for(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random values for each parameter, under Hugging Face's names, which are the paths."""
+    rng = np.random.default_rng(seed)
+    shapes = {name: value.shape for name, value in leaves(random_model(config, F32, 0)).items()}
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def permuted(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """llama.cpp's convert_hf_to_gguf.py, LlamaModel.permute."""
+    head = weight.shape[0] // num_heads // 2
+    return weight.reshape(num_heads, 2, head, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def gguf_names(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same tensors as llama.cpp names and stores them."""
+    ffn_norm = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
+    words = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "model.layers": "blk",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        ffn_norm: "ffn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    }
+    out = {}
+    for path, values in arrays.items():
+        name = path
+        for ours, theirs in words.items():
+            name = name.replace(ours, theirs)
+        if config.interleaved_qk and "q_proj" in path:
+            values = permuted(values, config.num_attention_heads)
+        if config.interleaved_qk and "k_proj" in path:
+            values = permuted(values, config.num_key_value_heads)
+        out[name] = values
+    return out
+
+
+def assert_equal(got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> None:
+    assert set(got) == set(want)
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
+def test_hugging_face_names_are_the_paths(prefix: str) -> None:
+    """Gemma's norms store w for 1 + w; multimodal checkpoints put a prefix before the text model."""
+    arrays = arrays_for(GEMMA)
+    renamed = {name.replace("model.", prefix, 1): values for name, values in arrays.items()}
+    renamed["vision_tower.encoder.weight"] = np.zeros((3, 3), np.float32)
+    want = {name: values + np.float32("norm" in name) for name, values in arrays.items()}
+    assert_equal(leaves(load_model(FakeReader("safetensors", renamed), GEMMA, F32)), want)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dataclasses.replace(LLAMA, interleaved_qk=True),
+        dataclasses.replace(LLAMA, mlp_bias=True, attention_out_bias=True),
+        dataclasses.replace(GEMMA, norm_offset=False),
+    ],
+    ids=["llama", "biases", "gemma"],
+)
+def test_gguf_gives_the_same_parameters(config: ModelConfig) -> None:
+    """Llama's q and k, weights and biases, come out in Hugging Face's order."""
+    arrays = arrays_for(config)
+    stored = gguf_names(config, arrays) | {"rope_freqs.weight": np.ones(4, np.float32)}
+    assert_equal(leaves(load_model(FakeReader("gguf", stored), config, F32)), arrays)
+
+
+def test_everything_that_does_not_fit_is_reported_at_once() -> None:
+    arrays = arrays_for(LLAMA)
+    del arrays["model.layers.1.mlp.up_proj.weight"]
+    del arrays["model.norm.weight"]
+    arrays["model.layers.2.mlp.up_proj.weight"] = np.zeros((24, 16), np.float32)
+    arrays["model.layers.0.self_attn.q_norm.weight"] = np.zeros(8, np.float32)
+    arrays["model.layers.0.self_attn.k_proj.weight"] = np.zeros((32, 16), np.float32)
+
+    with pytest.raises(CheckpointError) as error:
+        load_model(FakeReader("safetensors", arrays), LLAMA, F32)
+
+    problems = {reason.split()[0]: set(names) for reason, names in error.value.problems.items()}
+    assert problems == {
+        "missing": {"model.layers.1.mlp.up_proj.weight", "model.norm.weight"},
+        "tensors": {"model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_norm.weight"},
+        "misshapen": {"model.layers.0.self_attn.k_proj.weight [32, 16] instead of [16, 16]"},
+    }
+    for names in problems.values():
+        assert all(name in str(error.value) for name in names)
+
+
+def test_the_same_parameter_twice_is_reported() -> None:
+    arrays = arrays_for(LLAMA)
+    arrays["language_model.model.norm.weight"] = arrays["model.norm.weight"]
+    with pytest.raises(CheckpointError, match=r"same parameter: .*language_model\.model\.norm\.weight"):
+        load_model(FakeReader("safetensors", arrays), LLAMA, F32)
+
+
+def test_a_tied_head_may_be_there_if_it_is_the_embedding() -> None:
+    arrays = arrays_for(GEMMA)
+    head = arrays["model.embed_tokens.weight"].copy()
+    load_model(FakeReader("safetensors", {"lm_head.weight": head} | arrays), GEMMA, F32)
+
+    head[3, 4] += 1
+    with pytest.raises(CheckpointError, match=r"head of a tied model.*lm_head\.weight"):
+        load_model(FakeReader("safetensors", {"lm_head.weight": head} | arrays), GEMMA, F32)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_q_is_unpermuted_in_any_slices(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Blocks that cut through a head give the same as one block."""
+    monkeypatch.setattr(weights, "_BLOCK_BYTES", rows * 16 * 4)
+    config = dataclasses.replace(LLAMA, interleaved_qk=True)
+    arrays = arrays_for(config)
+    assert_equal(leaves(load_model(FakeReader("gguf", gguf_names(config, arrays)), config, F32)), arrays)
+
+
+def test_tensors_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no more than a block is on the host twice."""
+    monkeypatch.setattr(weights, "_BLOCK_BYTES", 5 * 16 * 4)
+    reader = FakeReader("safetensors", arrays_for(LLAMA))
+    load_model(reader, LLAMA, F32)
+    assert [rows for name, rows in reader.rows if name == "model.embed_tokens.weight"] == [5, 5, 5, 5]
+
+
+def test_weights_take_the_dtype_and_norms_stay_float32() -> None:
+    model = leaves(load_model(FakeReader("safetensors", arrays_for(GEMMA)), GEMMA, jnp.bfloat16))
+    for name, values in model.items():
+        assert values.dtype == (np.float32 if name.endswith("norm.weight") else jnp.bfloat16), name
+
+
+def test_each_parameter_lies_where_the_sharding_says() -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
+    asked = {}
+
+    def sharding(path: str, shape: tuple[int, ...]) -> NamedSharding:
+        asked[path] = NamedSharding(mesh, PartitionSpec("model" if len(shape) == 2 else None))
+        return asked[path]
+
+    arrays = arrays_for(LLAMA)
+    model = load_model(FakeReader("safetensors", arrays), LLAMA, F32, sharding=sharding)
+    assert set(asked) == set(arrays)
+    for path, param in nnx.to_flat_state(nnx.state(model)):
+        assert param.get_value().sharding == asked[".".join(map(str, path))]
+
+
+def test_random_model_is_repeatable_and_its_norms_are_one() -> None:
+    first, second, other = (leaves(random_model(LLAMA, F32, seed)) for seed in (1, 1, 2))
+    assert_equal(first, second)
+    assert not np.array_equal(first["lm_head.weight"], other["lm_head.weight"])
+    assert (first["model.norm.weight"] == 1).all()
+    spread = first["model.embed_tokens.weight"].std()
+    assert spread == pytest.approx(weights.INIT_SCALE, rel=0.2)
+
+
+PEAK_SCRIPT = """
+import resource, sys
+from pathlib import Path
+import jax
+from jaxinfer_checkpoints import open_checkpoint
+from jaxinfer.models.families import load_model_config
+from jaxinfer.models.weights import load_model
+
+jax.devices()
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+reader = open_checkpoint(Path(sys.argv[1]))
+config = load_model_config(reader)
+before = peak()
+model = load_model(reader, config, "float32")
+print(peak() - before, sum(leaf.nbytes for leaf in jax.tree.leaves(model)))
+"""
+
+
+@pytest.mark.slow
+def test_loading_the_demo_needs_little_more_memory_than_the_model(demo_path: Path) -> None:
+    """Peak of a process of its own; the mapped file's pages (98 MB at most) count too."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", PEAK_SCRIPT, str(demo_path)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    peak, model = map(int, run.stdout.split())
+    assert 538_000_000 < model < 539_000_000
+    assert peak < model + 300_000_000
