@@ -13,14 +13,14 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from jaxinfer import cli
-from jaxinfer.flags import BatchOptions, batch_options
+from jaxinfer.flags import BatchOptions, Sampling, batch_options
 from jaxinfer.server.openai import ApiError, ChatCompletionRequest, CompletionRequest, parse, refused
 from jaxinfer.server.responses import ChatAnswer, CompletionAnswer, make_answer
 from jaxinfer.types import Request, RequestError, TokenOutput
@@ -148,20 +148,17 @@ class _written_whole:  # noqa: N801 (used as a function)
 def _rows(source: IO[bytes], engine: Engine, options: BatchOptions) -> Iterator[Row]:
     for number, line in enumerate(source, 1):
         if line.strip():
-            yield make_row(line, number, engine, options.sampling.given, options.sampling.params.max_tokens)
+            yield make_row(line, number, engine, options.sampling)
 
 
-def make_row(
-    line: bytes, number: int, engine: Engine, given: Mapping[str, Any], default_max_tokens: int | None
-) -> Row:
+def make_row(line: bytes, number: int, engine: Engine, sampling: Sampling) -> Row:
     """Parses a line; a bad one becomes a row with an error.
 
     Args:
       line: a JSON object.
       number: its place in the file, from 1, by which a line that is not JSON is known.
       engine: its tokenizer and its policy decide what a request becomes.
-      given: sampling parameters for what the row leaves out.
-      default_max_tokens: for rows that are not OpenAI's, where neither they nor `given` have it.
+      sampling: the flags, for what the row leaves out.
     """
     try:
         columns = json.loads(line)
@@ -172,22 +169,26 @@ def make_row(
     if not isinstance(columns, dict):
         message = f"line {number} is not a JSON object"
         return Row({"line": number}, error=ApiError(400, message, code="invalid_json"))
-    is_openai = "url" in columns and "body" in columns
-    row = Row(columns, is_openai)
+    row = Row(columns, is_openai="url" in columns and "body" in columns)
     try:
-        body = (
-            _openai_body(columns, engine.config.model, given)
-            if is_openai
-            else _native_body(columns, given, default_max_tokens)
-        )
-        response_id = (
-            f"{'chatcmpl' if isinstance(body, ChatCompletionRequest) else 'cmpl'}-{uuid.uuid4().hex}"
-        )
+        body = (_openai_body if row.is_openai else _native_body)(columns, sampling, engine.config.model)
+        kind = "chatcmpl" if isinstance(body, ChatCompletionRequest) else "cmpl"
+        response_id = f"{kind}-{uuid.uuid4().hex}"
         row.requests = _requests(body, engine, response_id)
         row.answer = make_answer(body, response_id, body.model, row.requests, engine.tokenizer)
     except ApiError as error:
         row.error = error
+        return row
+    if not row.is_openai and body.max_tokens is None and getattr(body, "max_completion_tokens", None) is None:
+        limit = engine.scheduler_config.max_model_len
+        row.requests = [_with_default_max_tokens(request, sampling, limit) for request in row.requests]
     return row
+
+
+def _with_default_max_tokens(request: Request, sampling: Sampling, max_model_len: int) -> Request:
+    """OpenAI's defaults are for OpenAI's rows; the others have the flag's."""
+    max_tokens = sampling.params_for(len(request.prompt_token_ids), max_model_len).max_tokens
+    return replace(request, params=replace(request.params, max_tokens=max_tokens))
 
 
 def _requests(
@@ -200,7 +201,7 @@ def _requests(
 
 
 def _openai_body(
-    columns: Mapping[str, Any], model: str, given: Mapping[str, Any]
+    columns: Mapping[str, Any], sampling: Sampling, model: str
 ) -> CompletionRequest | ChatCompletionRequest:
     kind = _URLS.get(columns["url"]) if isinstance(columns["url"], str) else None
     if kind is None:
@@ -209,7 +210,7 @@ def _openai_body(
         raise ApiError(400, f"method={columns['method']!r:.100} must be POST", param="method")
     if not isinstance(columns["body"], dict):
         raise ApiError(400, "body must be a JSON object", param="body")
-    body = {**_without_twin(given, columns["body"]), **columns["body"]}
+    body = {**_defaults(sampling, columns["body"]), **columns["body"]}
     if body.get("stream"):
         raise ApiError(400, "stream=true has no meaning in a batch; leave it out", param="stream")
     parsed = parse(kind, body)
@@ -220,33 +221,24 @@ def _openai_body(
 
 
 def _native_body(
-    columns: Mapping[str, Any], given: Mapping[str, Any], default_max_tokens: int | None
+    columns: Mapping[str, Any], sampling: Sampling, model: str
 ) -> CompletionRequest | ChatCompletionRequest:
     """The same parameters as over HTTP, so the same rules, and answers of one shape."""
     inputs = [name for name in _INPUTS if columns.get(name) is not None]
     if len(inputs) != 1:
-        raise ApiError(
-            400, f"the row must have one of {', '.join(_INPUTS)}; it has {' and '.join(inputs) or 'none'}"
-        )
-    name = inputs[0]
-    row = {key: value for key, value in columns.items() if key in _PARAMETERS}
-    body: dict[str, Any] = {
-        "model": "",
-        "temperature": 0.0,
-        "max_tokens": default_max_tokens,
-        **_without_twin(given, row),
-        **row,
-        "messages" if name == "messages" else "prompt": columns[name],
-    }
-    if "max_completion_tokens" in row and "max_tokens" not in row:
-        del body["max_tokens"]
-    return parse(ChatCompletionRequest if name == "messages" else CompletionRequest, body)
+        found = " and ".join(inputs) or "none"
+        raise ApiError(400, f"the row must have one of {', '.join(_INPUTS)}; it has {found}")
+    row = {key: value for key, value in columns.items() if key in _PARAMETERS and value is not None}
+    body = {"model": model, "temperature": sampling.params.temperature, **_defaults(sampling, row), **row}
+    if inputs == ["messages"]:
+        return parse(ChatCompletionRequest, body | {"messages": columns["messages"]})
+    return parse(CompletionRequest, body | {"prompt": columns[inputs[0]]})
 
 
-def _without_twin(given: Mapping[str, Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The flags without --max_tokens where the row says it by its other name."""
-    twin = {"max_tokens"} if "max_completion_tokens" in row else set()
-    return {name: value for name, value in given.items() if name not in twin}
+def _defaults(sampling: Sampling, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling flags that were given, but for --max_tokens where the row says it by its other name."""
+    hidden = {"max_tokens"} if "max_completion_tokens" in row else set()
+    return {name: value for name, value in sampling.given.items() if name not in hidden}
 
 
 def run_rows(engine: Engine, rows: Iterator[Row]) -> Iterator[Row]:

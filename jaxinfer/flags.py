@@ -7,10 +7,11 @@ live in an `absl.flags.FlagValues` of that call, so a command has just the flags
 from __future__ import annotations
 
 import json
+import logging as standard_logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +45,15 @@ class Sampling:
 
     params: SamplingParams
     given: Mapping[str, Any]
+
+    def params_for(self, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+        """The parameters of one prompt: the default of --max_tokens, which nobody chose, gives way to
+        the length limit, where a number that was given is refused by the engine.
+        """
+        room = max_model_len - num_prompt_tokens
+        if "max_tokens" in self.given or self.params.max_tokens is None:
+            return self.params
+        return replace(self.params, max_tokens=max(1, min(self.params.max_tokens, room)))
 
 
 @dataclass(frozen=True)
@@ -184,6 +194,8 @@ def set_up_logging(verbosity: int) -> None:
     absl_flags.FLAGS.mark_as_parsed()  # absl warns of every line that it logs before
     logging.use_absl_handler()
     logging.set_verbosity(verbosity)
+    # At debug level jax logs a dozen lines for each program.
+    standard_logging.getLogger("jax").setLevel(standard_logging.WARNING)
 
 
 # --- Parsing --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer import cli
 from jaxinfer.flags import GenerateOptions, generate_options
 from jaxinfer.text import Detokenizer
-from jaxinfer.types import Request, RequestError, SamplingParams, TokenOutput
+from jaxinfer.types import Request, RequestError, TokenOutput
 
 if TYPE_CHECKING:
     from jaxinfer.engine.engine import Engine
@@ -62,9 +62,7 @@ def _generate(options: GenerateOptions) -> int:
     else:
         start_s = time.monotonic()
         ids = engine.tokenizer.encode(prompt or "")
-        _report(
-            engine, options, _answer(engine, ids, options.sampling.params, start_s, show=not options.json)
-        )
+        _report(engine, options, _answer(engine, ids, options, start_s))
     return 0
 
 
@@ -87,24 +85,25 @@ def _converse(engine: Engine, options: GenerateOptions, turns: Iterator[str] | l
         messages.append({"role": "user", "content": turn})
         start_s = time.monotonic()
         ids = engine.tokenizer.encode_chat(messages)
-        answer = _answer(engine, ids, options.sampling.params, start_s, show=not options.json)
+        answer = _answer(engine, ids, options, start_s)
         messages.append({"role": "assistant", "content": answer.text})
         _report(engine, options, answer)
 
 
-def _answer(engine: Engine, ids: Sequence[int], params: SamplingParams, start_s: float, show: bool) -> Answer:
+def _answer(engine: Engine, ids: Sequence[int], options: GenerateOptions, start_s: float) -> Answer:
     """Runs one request to its end, and shows its text as it comes."""
     arrival_s = time.monotonic()
+    params = options.sampling.params_for(len(ids), engine.scheduler_config.max_model_len)
     request = Request(f"generate-{arrival_s}", tuple(ids), params, arrival_s)
     engine.add_request(request)
     outputs: list[TokenOutput] = []
     while engine.has_unfinished():
         for output in engine.step():
             outputs.append(output)
-            if show and output.text:
+            if output.text and not options.json:
                 sys.stdout.write(output.text)
                 sys.stdout.flush()
-    if show:
+    if not options.json:
         sys.stdout.write("\n")
         sys.stdout.flush()
     return _timed(engine, request, outputs, start_s)

@@ -102,9 +102,7 @@ class FakeEngine:
             raise RuntimeError("out of luck")
         time.sleep(self.step_s)
         self.num_steps += 1
-        outputs = [self._next(s) for s in self._sequences[: self.scheduler_config.max_num_seqs]]
-        self.metrics.observe_step(self.stats())
-        return outputs
+        return [self._next(s) for s in self._sequences[: self.scheduler_config.max_num_seqs]]
 
     def stats(self) -> EngineStats:
         running = min(len(self._sequences), self.scheduler_config.max_num_seqs)

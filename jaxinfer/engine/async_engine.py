@@ -199,6 +199,7 @@ class AsyncEngine:
                 self._read_inbox()
                 if self.engine.has_unfinished():
                     outputs = self.engine.step()
+                    self.engine.metrics.observe_step(self.engine.stats())
                     if outputs:
                         self._call(self._deliver, outputs)
         except Exception as error:  # whatever it is, the clients must hear of it
@@ -212,14 +213,10 @@ class AsyncEngine:
     def _read_inbox(self) -> None:
         """Does what the inbox asks for; waits for something where the engine has nothing to do."""
         if not self.engine.has_unfinished() and self._inbox.empty():
-            self.engine.metrics.observe_step(self.engine.stats())
+            self.engine.metrics.observe_step(self.engine.stats())  # what an abort has changed
             self._inbox.get()()
-        while not self._stopping:
-            try:
-                command = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            command()
+        while not self._inbox.empty():  # nobody else takes from it
+            self._inbox.get()()
 
     def _add(self, requests: Sequence[Request], accepted: asyncio.Future[None]) -> None:
         error: Exception | None = self._error

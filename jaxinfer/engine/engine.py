@@ -17,7 +17,8 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.compilation import CompilationCounter, use_persistent_cache
 from jaxinfer.engine.outputs import LiveCompletion, LiveRequest
 from jaxinfer.engine.resolve import check, resolve
-from jaxinfer.engine.runner import InFlight, Runner, compile_programs
+from jaxinfer.engine.programs import compile_programs
+from jaxinfer.engine.runner import InFlight, Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.step_batch import PREFILL_TILE
 from jaxinfer.metrics import EngineStats, Metrics

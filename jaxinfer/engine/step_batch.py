@@ -33,10 +33,6 @@ class Bucket:
     def num_rows(self) -> int:
         return self.num_decodes + self.num_prefill_rows
 
-    def num_samples(self, max_num_seqs: int) -> int:
-        """Rows that can sample: each decode, and the end of each chunk, a tile at least."""
-        return min(self.num_decodes + self.num_prefill_rows // PREFILL_TILE, max_num_seqs)
-
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -46,16 +42,12 @@ class Bucket:
         "attention",
         "decode_slots",
         "sample_rows",
-        "sample_slots",
-        "sampling",
-        "target_ids",
-        "wants_prompt_logprobs",
     ],
     meta_fields=[],
 )
 @dataclass(frozen=True)
 class StepBatch:
-    """One step's input, as a pytree of numpy or jax arrays.
+    """The model's input, as a pytree of numpy or jax arrays.
 
     Attributes:
       token_ids: [T] int32; those of decode rows are in the slots, and 0 here.
@@ -63,10 +55,6 @@ class StepBatch:
       attention: which rows are whose, and their pages.
       decode_slots: [S] int32, the slot of each decode row.
       sample_rows: [M] int32, the rows whose logits are sampled.
-      sample_slots: [M] int32, their slots.
-      sampling: how, M rows.
-      target_ids: [C] int32, the token after each prefill row, for prompt_logprobs.
-      wants_prompt_logprobs: scalar bool.
     """
 
     token_ids: Any
@@ -74,10 +62,26 @@ class StepBatch:
     attention: AttentionMetadata
     decode_slots: Any
     sample_rows: Any
-    sample_slots: Any
+
+
+@dataclass(frozen=True)
+class BuiltStep:
+    """A plan as arrays for the device.
+
+    Attributes:
+      batch: the model's input.
+      sampled: the sequences that sample, in the order of the M rows.
+      sample_slots: [M] int32, the slots of those rows; padding has the last slot.
+      sampling: how to sample them.
+      target_ids: [C] int32, the token after each prefill row, where a prompt asks for
+        log-probabilities; else None.
+    """
+
+    batch: StepBatch
+    sampled: tuple[ScheduledSeq, ...]
+    sample_slots: np.ndarray
     sampling: SamplingBatch
-    target_ids: Any
-    wants_prompt_logprobs: Any
+    target_ids: np.ndarray | None
 
 
 def make_buckets(config: SchedulerConfig) -> tuple[Bucket, ...]:
@@ -86,11 +90,16 @@ def make_buckets(config: SchedulerConfig) -> tuple[Bucket, ...]:
     A step without prefill has 1, 4, 8, 16 ... or max_num_seqs rows (2 rows cost what 4 cost); one
     with prefill has PREFILL_TILE times a power of two, and either no decode rows or all.
     """
-    decodes = [1, *_powers_of_two(4, config.max_num_seqs)] if config.max_num_seqs > 1 else [1]
+    decodes = decode_sizes(config.max_num_seqs)
     most = config.max_num_batched_tokens // PREFILL_TILE * PREFILL_TILE
     prefills = _powers_of_two(PREFILL_TILE, most)
     decode_rows = (0, config.max_num_seqs) if config.max_num_seqs > 1 else (0,)
     return tuple(Bucket(s, 0) for s in decodes) + tuple(Bucket(s, c) for c in prefills for s in decode_rows)
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """The numbers of rows that are decoded or sampled at once."""
+    return [1, *_powers_of_two(4, max_num_seqs)] if max_num_seqs > 1 else [1]
 
 
 def _powers_of_two(first: int, last: int) -> list[int]:
@@ -110,6 +119,7 @@ class StepBatcher:
         self._max_num_seqs = config.max_num_seqs
         self._page_size = cache.page_size
         self.buckets = make_buckets(config)
+        self.sample_sizes = decode_sizes(config.max_num_seqs)
         self.sampling_rows = SamplingRows(config.max_num_seqs)
         width = page_table_width(config.max_model_len, cache.page_size)
         self._page_table = np.zeros((config.max_num_seqs, width), np.int32)
@@ -126,13 +136,17 @@ class StepBatcher:
             and (b.num_prefill_rows > 0) == (rows > 0)
         )
 
-    def build(self, plan: StepPlan, bucket: Bucket) -> StepBatch:
-        """The plan's batch, in fresh arrays: the device may read them after this returns."""
+    def num_samples(self, bucket: Bucket) -> int:
+        """M: room for each decode and for the end of each chunk, which has a tile to itself."""
+        most = min(bucket.num_decodes + bucket.num_prefill_rows // PREFILL_TILE, self._max_num_seqs)
+        return next(size for size in self.sample_sizes if size >= most)
+
+    def build(self, plan: StepPlan, bucket: Bucket) -> BuiltStep:
+        """The plan's arrays, all fresh: the device may read them after this returns."""
         for seq in plan.decodes + plan.prefills:
             self._update_slot(seq)
         num_tiles = bucket.num_prefill_rows // PREFILL_TILE
         token_ids = np.zeros(bucket.num_rows, np.int32)
-        target_ids = np.zeros(bucket.num_prefill_rows, np.int32)
         positions = np.zeros(bucket.num_rows, np.int32)
         write_index = np.zeros(bucket.num_rows, np.int32)
         decode, decode_slots = self._build_decodes(plan.decodes, bucket.num_decodes, positions, write_index)
@@ -149,10 +163,6 @@ class StepBatcher:
             token_ids[rows] = seq.token_ids
             positions[rows] = at
             write_index[rows] = self._write_index(seq.slot, at)
-            if seq.sequence.request.params.prompt_logprobs is not None:
-                targets = seq.sequence.token_ids[seq.start + 1 : end + 1]
-                first = row - bucket.num_decodes
-                target_ids[first : first + len(targets)] = targets
             starts = np.arange(seq.start, end, PREFILL_TILE)
             tiles = slice(tile, tile + len(starts))
             tile_slots[tiles] = seq.slot
@@ -164,19 +174,14 @@ class StepBatcher:
             tile += len(starts)
         prefill = QueryTiles(self._page_table[tile_slots], start, kv_len) if num_tiles else None  # type: ignore[arg-type]
 
-        sample_rows, sample_slots, sampling = self._build_sampling(samples, bucket)
-        wants = any(seq.sequence.request.params.prompt_logprobs is not None for seq in plan.prefills)
-        return StepBatch(
-            token_ids=token_ids,
-            positions=positions,
-            attention=AttentionMetadata(write_index, decode, prefill),  # type: ignore[arg-type]
-            decode_slots=decode_slots,
-            sample_rows=sample_rows,
-            sample_slots=sample_slots,
-            sampling=sampling,
-            target_ids=target_ids,
-            wants_prompt_logprobs=np.bool_(wants),
-        )
+        rows = [i for i, _ in samples]
+        sampled = tuple(seq for _, seq in samples)
+        slots, sampling = self._build_sampling(sampled, self.num_samples(bucket))
+        sample_rows = np.zeros(len(slots), np.int32)
+        sample_rows[: len(rows)] = rows
+        attention = AttentionMetadata(write_index, decode, prefill)  # type: ignore[arg-type]
+        batch = StepBatch(token_ids, positions, attention, decode_slots, sample_rows)
+        return BuiltStep(batch, sampled, slots, sampling, _target_ids(plan, bucket))
 
     def _update_slot(self, seq: ScheduledSeq) -> None:
         """Takes over what is new of a slot: all of it at admission, then pages as they are added."""
@@ -208,18 +213,15 @@ class StepBatcher:
         return QueryTiles(page_table, start, kv_len), slots  # type: ignore[arg-type]
 
     def _build_sampling(
-        self, samples: list[tuple[int, ScheduledSeq]], bucket: Bucket
-    ) -> tuple[np.ndarray, np.ndarray, SamplingBatch]:
-        """The sampled rows, their slots, and how to sample them, in the order of `samples`."""
-        size = bucket.num_samples(self._max_num_seqs)
-        count = len(samples)
-        rows = np.zeros(size, np.int32)
+        self, sampled: tuple[ScheduledSeq, ...], size: int
+    ) -> tuple[np.ndarray, SamplingBatch]:
+        """The slots of the sequences that sample, padded, and how to sample them."""
+        count = len(sampled)
         slots = np.full(size, self._max_num_seqs, np.int32)
-        rows[:count] = [row for row, _ in samples]
-        slots[:count] = [seq.slot for _, seq in samples]
-        positions = np.array([seq.start + seq.num_tokens for _, seq in samples], np.int32)
-        prompts = np.array([seq.sequence.num_prompt_tokens for _, seq in samples], np.int32)
-        return rows, slots, self.sampling_rows.gather(slots[:count], positions, positions - prompts, size)
+        slots[:count] = [seq.slot for seq in sampled]
+        positions = np.array([seq.start + seq.num_tokens for seq in sampled], np.int32)
+        prompts = np.array([seq.sequence.num_prompt_tokens for seq in sampled], np.int32)
+        return slots, self.sampling_rows.gather(slots[:count], positions, positions - prompts, size)
 
     def _write_index(self, slot: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
         page_ids = self._page_table[slot, positions // self._page_size]
@@ -227,4 +229,18 @@ class StepBatcher:
 
 
 def _padded(num_tokens: int) -> int:
+    """Rows that a chunk takes."""
     return -(-num_tokens // PREFILL_TILE) * PREFILL_TILE
+
+
+def _target_ids(plan: StepPlan, bucket: Bucket) -> np.ndarray | None:
+    """[C] int32: the token that follows each prefill row in its prompt, if a prompt asks for it."""
+    if not any(seq.sequence.request.params.prompt_logprobs is not None for seq in plan.prefills):
+        return None
+    target_ids = np.zeros(bucket.num_prefill_rows, np.int32)
+    row = 0
+    for seq in plan.prefills:
+        targets = seq.sequence.token_ids[seq.start + 1 : seq.start + 1 + seq.num_tokens]
+        target_ids[row : row + len(targets)] = targets
+        row += _padded(seq.num_tokens)
+    return target_ids

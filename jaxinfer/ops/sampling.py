@@ -46,7 +46,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxinfer.ops.sampling_batch import SamplingBatch
+from jaxinfer.ops.sampling_batch import SamplingBatch as SamplingBatch
+from jaxinfer.ops.sampling_batch import SamplingRows as SamplingRows  # users need one import
 from jaxinfer.types import MAX_LOGPROBS
 
 MIN_TEMPERATURE = 1e-5  # less is greedy: logits divided by it overflow

@@ -157,7 +157,9 @@ def test_a_client_that_hangs_up_frees_its_pages(server: Server, streaming: bool)
 
 
 def test_serving_compiles_nothing(server: Server, client: openai.OpenAI) -> None:
-    complete(client, PROMPTS, temperature=0.7, top_k=5, top_p=0.9, presence_penalty=0.5, logit_bias={"9": 3})
+    complete(
+        client, PROMPTS, temperature=0.7, presence_penalty=0.5, logit_bias={"9": 3}, extra_body={"top_k": 5}
+    )
     compiled = metrics(server[1])
     assert compiled["jaxinfer:compilations_total/warmup"] > 0
     assert compiled["jaxinfer:compilations_total/serving"] == 0

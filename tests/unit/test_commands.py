@@ -272,6 +272,19 @@ def test_batch_rows_of_every_form(run: Run, tmp_path: Path) -> None:
     assert openai_row["response"]["body"]["object"] == "text_completion"
 
 
+def test_default_length_gives_way_to_the_limit_and_a_given_one_does_not(run: Run, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "x" * 90},
+        {"prompt": "x" * 90, "max_tokens": None},
+        {"prompt": "x" * 4, "max_tokens": 2},
+    ]
+    got = run_batch(run, tmp_path, rows, "--max_model_len=100")
+    assert [g["usage"]["completion_tokens"] for g in got] == [10, 10, 2]
+    (tmp_path / "out.jsonl").unlink()
+    got = run_batch(run, tmp_path, rows, "--max_model_len=100", "--max_tokens=11")
+    assert [g["usage"]["completion_tokens"] for g in got] == [11, 11, 2]
+
+
 def test_batch_bad_rows_stop_nothing(run: Run, tmp_path: Path) -> None:
     body = {"model": "demo", "prompt": "ok"}
     rows = [
