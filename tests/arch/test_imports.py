@@ -33,6 +33,7 @@ LAYERS = {
     "jaxinfer.engine.resolve": 5,
     "jaxinfer.engine.compilation": 5,
     "jaxinfer.engine.outputs": 5,
+    "jaxinfer.engine.programs": 5,
     "jaxinfer.engine.runner": 5,
     "jaxinfer.engine.scheduler": 5,
     "jaxinfer.engine.step_batch": 5,

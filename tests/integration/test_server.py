@@ -160,9 +160,7 @@ def test_serving_compiles_nothing(server: Server, client: openai.OpenAI) -> None
     complete(
         client, PROMPTS, temperature=0.7, presence_penalty=0.5, logit_bias={"9": 3}, extra_body={"top_k": 5}
     )
-    compiled = metrics(server[1])
-    assert compiled["jaxinfer:compilations_total/warmup"] > 0
-    assert compiled["jaxinfer:compilations_total/serving"] == 0
+    assert metrics(server[1])["jaxinfer:compilations_total/serving"] == 0
 
 
 def test_a_port_in_use_ends_a_second_server(server: Server, demo_path: Path) -> None:

@@ -85,8 +85,9 @@ def make_case(
 
 
 def check(case: Case, **options: float | int | None) -> None:
-    """Outputs and the whole cache but the null page, against the reference."""
-    args = (jnp.asarray(case.q), jnp.asarray(case.k), jnp.asarray(case.v), jnp.asarray(case.pages), case.metadata)
+    """Outputs and the whole cache but the null page, against the reference; padding and unused pages are NaN."""
+    q, k, v = (np.where(case.valid[:, None, None], x, np.nan) for x in (case.q, case.k, case.v))
+    args = (jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(case.pages), case.metadata)
     out, pages = jax.jit(lambda *a: paged_attention(*a, scale=0.25, **options))(*args)  # type: ignore[arg-type]
     want, want_pages = reference.paged_attention(*args, scale=0.25, **options)  # type: ignore[arg-type]
     np.testing.assert_allclose(np.asarray(out)[case.valid], want[case.valid], rtol=1e-5, atol=1e-5)
@@ -123,7 +124,7 @@ chunks = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40)), max_size=3
 
 
 @given(lengths, chunks, st.sampled_from([None, 1, 33]), st.integers(0, 2**32 - 1))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_random_ragged_steps(
     decodes: list[int], prefills: list[tuple[int, int]], window: int | None, seed: int
 ) -> None:
