@@ -18,6 +18,9 @@ _MASKED = -1e30  # finite, so that a row that sees nothing yet stays free of NaN
 def write_kv(kv_pages: jax.Array, k: jax.Array, v: jax.Array, kv_write_index: jax.Array) -> jax.Array:
     """Writes k and v [T, K, H] into pages [num_pages, 2K, page_size, H], in place where donated."""
     page_size = kv_pages.shape[2]
+    if kv_write_index.shape[0] == 1:
+        # XLA turns a scatter of one index into a slice update before which it copies all the pages.
+        kv_write_index, k, v = (jnp.concatenate([x, x]) for x in (kv_write_index, k, v))
     kv = jnp.stack([k, v], axis=2).reshape(k.shape[0], kv_pages.shape[1], k.shape[2])  # [T, 2K, H]
     return kv_pages.at[kv_write_index // page_size, :, kv_write_index % page_size].set(
         kv.astype(kv_pages.dtype), mode="promise_in_bounds"
