@@ -49,12 +49,11 @@ class Engine:
         left out.
     """
 
-    def __init__(self, config: EngineConfig, model_path: Path | None = None) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         """Loads and compiles everything.
 
         Args:
           config: what to run.
-          model_path: where the checkpoint lies, if `config.model` is resolved already.
 
         Raises:
           ConfigError, CheckpointError: one line that says what is wrong.
@@ -67,7 +66,8 @@ class Engine:
         if config.compilation_cache_dir:
             use_persistent_cache(Path(config.compilation_cache_dir))
         self._counter = CompilationCounter()
-        path = model_path or resolve_model(config.model, config.revision)
+        cache_dir = Path(config.cache_dir) if config.cache_dir else None
+        path = resolve_model(config.model, config.revision, cache_dir)
         reader = open_checkpoint(path, config.verify)
         self.model_config = load_model_config(reader, rope_scaling_override=config.rope_scaling)
         device = jax.devices()[0]
@@ -84,7 +84,7 @@ class Engine:
                 resolved.cache,
                 resolved.scheduler,
             )
-            tokenizer = pool.submit(_load_tokenizer, config, path, reader)
+            tokenizer = pool.submit(_load_tokenizer, config, path, reader, cache_dir)
             model = self._load_weights(reader, dtype)
             loaded_s = time.monotonic()
             self.tokenizer: Tokenizer = tokenizer.result()
@@ -275,7 +275,9 @@ class _Totals:
         self.prefix_cache_hits = 0
 
 
-def _load_tokenizer(config: EngineConfig, path: Path, reader: CheckpointReader) -> Tokenizer:
+def _load_tokenizer(
+    config: EngineConfig, path: Path, reader: CheckpointReader, cache_dir: Path | None
+) -> Tokenizer:
     if config.tokenizer is not None:
-        return load_tokenizer(resolve_model(config.tokenizer, config.revision))
+        return load_tokenizer(resolve_model(config.tokenizer, config.revision, cache_dir))
     return load_tokenizer(path, reader.config if reader.format == "gguf" else None)
