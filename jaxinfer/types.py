@@ -19,6 +19,10 @@ class RequestError(ValueError):
         self.param = param
 
 
+class ContextLengthError(RequestError):
+    """Prompt and answer together are over the length limit."""
+
+
 class FinishReason(enum.StrEnum):
     """Why a sequence ended, in OpenAI's words."""
 

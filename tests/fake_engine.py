@@ -12,7 +12,14 @@ from typing import Any
 from jaxinfer.config import EngineConfig, SchedulerConfig
 from jaxinfer.metrics import EngineStats, Metrics
 from jaxinfer.text import Detokenizer, StopStrings
-from jaxinfer.types import FinishReason, Request, RequestError, RequestMetrics, TokenLogprobs, TokenOutput
+from jaxinfer.types import (
+    ContextLengthError,
+    FinishReason,
+    Request,
+    RequestMetrics,
+    TokenLogprobs,
+    TokenOutput,
+)
 
 EOS = 256
 MODEL = "fake"
@@ -79,7 +86,7 @@ class FakeEngine:
         limit = self.scheduler_config.max_model_len
         if len(request.prompt_token_ids) >= limit:
             message = f"the prompt has {len(request.prompt_token_ids)} tokens, over the limit of {limit}"
-            raise RequestError(message, "prompt")
+            raise ContextLengthError(message, "prompt")
         params = request.params
         for index in range(params.n):
             detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens, continuation=True)

@@ -38,7 +38,7 @@ class CompilationCounter:
         """Programs that XLA compiled."""
         return self._num_requests - self.num_cache_hits
 
-    def _on_duration(self, event: str, duration_s: float, **_: str | int) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _BACKEND_COMPILE:
             self._num_requests += 1
 

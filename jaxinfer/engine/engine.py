@@ -11,13 +11,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from absl import logging
-from jaxinfer_checkpoints import CheckpointReader, open_checkpoint, resolve_model
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.compilation import CompilationCounter, use_persistent_cache
+from jaxinfer.engine.host_memory import keep_freed_memory
 from jaxinfer.engine.outputs import LiveCompletion, LiveRequest
-from jaxinfer.engine.resolve import check, resolve
 from jaxinfer.engine.programs import compile_programs
+from jaxinfer.engine.resolve import check, resolve
 from jaxinfer.engine.runner import InFlight, Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.step_batch import PREFILL_TILE
@@ -27,6 +27,7 @@ from jaxinfer.models.transformer import Transformer
 from jaxinfer.models.weights import abstract_model, load_model, random_model
 from jaxinfer.text import Tokenizer, load_tokenizer
 from jaxinfer.types import (
+    ContextLengthError,
     FinishReason,
     Request,
     RequestError,
@@ -35,6 +36,7 @@ from jaxinfer.types import (
     StepResult,
     TokenOutput,
 )
+from jaxinfer_checkpoints import CheckpointReader, open_checkpoint, resolve_model
 
 MAX_HOST_TIMES = 65536
 
@@ -45,8 +47,8 @@ class Engine:
     Attributes:
       config: as given. The parts' own configurations, complete, stand beside it.
       timeline: the stages of start-up and their seconds. Compiling overlaps with loading.
-      host_times_s: of the latest steps, the seconds that the host worked, waiting for the device
-        left out.
+      host_times_s: of the latest steps, the seconds of processor time that the host's thread took.
+        Waiting for the device is not part of it, nor is waiting for a core that the device uses.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -92,6 +94,8 @@ class Engine:
                 model, programs.result(), self.model_config, resolved.cache, resolved.scheduler
             )
         reader.close()
+        if device.platform == "cpu":
+            keep_freed_memory()
         ready_s = time.monotonic()
         self.timeline = (
             ("open", opened_s - start_s),
@@ -159,11 +163,12 @@ class Engine:
         if not ids:
             raise RequestError("prompt is empty: give at least one token", "prompt")
         if len(ids) >= limit:
-            raise RequestError(
-                f"prompt has {len(ids)} tokens, and the length limit is {limit} with the answer: shorten it", "prompt"
+            raise ContextLengthError(
+                f"prompt has {len(ids)} tokens, and the length limit is {limit} with the answer: shorten it",
+                "prompt",
             )
         if params.max_tokens is not None and len(ids) + params.max_tokens > limit:
-            raise RequestError(
+            raise ContextLengthError(
                 f"prompt has {len(ids)} tokens and max_tokens={params.max_tokens}: "
                 f"together over the length limit of {limit}; shorten one of them",
                 "max_tokens",
@@ -191,7 +196,7 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Launches the next step, then reads the one before it. Returns what that one brought."""
-        start_s, waited_s = time.monotonic(), self._runner.wait_s
+        start_s, worked_s = time.monotonic(), time.thread_time()
         previous, self._in_flight = self._in_flight, None
         plan = self._scheduler.schedule()
         if plan is not None:
@@ -203,7 +208,7 @@ class Engine:
             self._note_prompt_logprobs(result)
             for sequence in self._scheduler.commit(previous.plan, result):
                 outputs.append(self._output(sequence, result))
-        self.host_times_s.append(time.monotonic() - start_s - (self._runner.wait_s - waited_s))
+        self.host_times_s.append(time.thread_time() - worked_s)
         return outputs
 
     def _note_scheduled(self, plan: StepPlan, now_s: float) -> None:

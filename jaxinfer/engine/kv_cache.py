@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxinfer_kernels import kv_pages_shape
 
 from jaxinfer.config import CacheConfig, ModelConfig
+from jaxinfer_kernels import kv_pages_shape
 
 
 @jax.tree_util.register_dataclass

@@ -90,7 +90,7 @@ class LLM:
         each = [params] * len(texts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(texts):
             raise RequestError(
-                f"sampling_params has {len(each)} entries for {len(texts)} prompts: give one for all, or one each",
+                f"sampling_params has {len(each)} entries for {len(texts)} prompts: give one, or one each",
                 "sampling_params",
             )
         now_s = time.monotonic()

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxinfer_kernels import paged_attention
 
 from jaxinfer.config import CacheConfig, ModelConfig, SchedulerConfig
 from jaxinfer.engine.kv_cache import SlotState, create_kv_pages, create_slots
@@ -23,6 +22,7 @@ from jaxinfer.engine.step_batch import PREFILL_TILE, Bucket, StepBatch, StepBatc
 from jaxinfer.models.transformer import Transformer
 from jaxinfer.ops.sampling import Sampled, SamplingBatch, sample, set_counts, token_logprobs, update_counts
 from jaxinfer.types import StepPlan
+from jaxinfer_kernels import paged_attention
 
 COMPILE_THREADS = 2
 
@@ -124,7 +124,8 @@ def compile_programs(
         return compile_one(step, kv_pages, slots.last_tokens, batch, donate=(1,))
 
     def compile_sample(size: int) -> Program:
-        sampling = batcher.sampling_rows.gather(*np.zeros((3, 0), np.int32), size)
+        none = np.zeros(0, np.int32)
+        sampling = batcher.sampling_rows.gather(none, none, none, size)
         return compile_one(sample_step, slots, hidden(size), integers(size), sampling, donate=(1,))
 
     def compile_prompt_logprobs(rows: int) -> Program:

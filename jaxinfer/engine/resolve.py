@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-import jax
 from absl import logging
-from jaxinfer_kernels import kv_tile_tokens
 
 from jaxinfer.config import CacheConfig, ConfigError, EngineConfig, ModelConfig, SchedulerConfig
 from jaxinfer.engine.step_batch import PREFILL_TILE
 from jaxinfer.memory.ledger import GIB, choose_num_pages, itemsize, kv_bytes_per_token
+from jaxinfer_kernels import kv_tile_tokens
 
 # On a host, whose memory other programs share, the cache takes so much unless told otherwise.
 CPU_KV_CACHE_BYTES = GIB
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Device(Protocol):
+    """What is asked of a `jax.Device`."""
+
+    @property
+    def platform(self) -> str: ...
+
+    def memory_stats(self) -> dict[str, Any] | None: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ def check(config: EngineConfig) -> None:
         raise ConfigError(str(error)) from error
 
 
-def resolve(config: EngineConfig, model: ModelConfig, device: jax.Device) -> ResolvedConfig:
+def resolve(config: EngineConfig, model: ModelConfig, device: Device) -> ResolvedConfig:
     """Sizes and dtypes for this model on this device.
 
     Raises:
@@ -92,8 +101,9 @@ def resolve(config: EngineConfig, model: ModelConfig, device: jax.Device) -> Res
         held = config.num_pages * config.page_size if config.num_pages else budget_bytes // token_bytes
         fitting = max(held // config.page_size - 1, 1) * config.page_size
         if fitting < max_model_len:
-            logging.info("max_model_len is %d: the KV cache holds no more of the model's %d",
-                         fitting, max_model_len)
+            logging.info(
+                "max_model_len is %d: the KV cache holds no more of the model's %d", fitting, max_model_len
+            )
             max_model_len = fitting
     num_pages = choose_num_pages(
         model,
@@ -120,7 +130,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: jax.Device) -> Res
     return ResolvedConfig(dtype, scheduler, CacheConfig(config.page_size, num_pages, kv_dtype))
 
 
-def _kv_budget(config: EngineConfig, model: ModelConfig, device: jax.Device, weight_bytes: int) -> int:
+def _kv_budget(config: EngineConfig, model: ModelConfig, device: Device, weight_bytes: int) -> int:
     """Bytes for the KV cache: what `memory_utilization` leaves beside the weights."""
     num_weights = _num_weights(model)
     if device.platform == "cpu":

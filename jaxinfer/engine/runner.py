@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +45,6 @@ class Runner:
         self.kv_pages = create_kv_pages(model_config, cache)
         self.slots = create_slots(model_config, scheduler.max_num_seqs)
         self.num_padding_rows = 0  # rows computed for nothing, so far
-        self.wait_s = 0.0  # spent waiting for the device, so far
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Starts a step. Returns before it is done."""
@@ -71,9 +69,7 @@ class Runner:
 
     def read(self, step: InFlight) -> StepResult:
         """Waits for a step and brings what it sampled to the host."""
-        before_s = time.monotonic()
         token_ids = np.asarray(step.sampled.token_ids).tolist()
-        self.wait_s += time.monotonic() - before_s
         counts = [seq.sequence.request.params.logprobs for seq in step.sampling]
         s, arrays = step.sampled, None
         if any(count is not None for count in counts):

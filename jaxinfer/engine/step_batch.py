@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxinfer_kernels import AttentionMetadata, QueryTiles
 
 from jaxinfer.config import CacheConfig, SchedulerConfig
 from jaxinfer.memory.ledger import page_table_width
 from jaxinfer.ops.sampling import SamplingBatch, SamplingRows
 from jaxinfer.types import ScheduledSeq, StepPlan
+from jaxinfer_kernels import AttentionMetadata, QueryTiles
 
 PREFILL_TILE = 32
 

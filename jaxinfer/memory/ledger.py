@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from jaxinfer_kernels import kv_tile_tokens
 
 from jaxinfer.config import ConfigError, ModelConfig
+from jaxinfer_kernels import kv_tile_tokens
 
 GIB = 2**30
 

@@ -1,6 +1,7 @@
 """Norm, rotary embedding, linear and activation: the pieces that the decoder is made of.
 
-Dims: T tokens of this step, N heads, H head_dim. Weights are [out, in], as Hugging Face stores them.
+Dims: T tokens of this step, N heads, H head_dim. Weights are [out, in], as Hugging Face stores them;
+activations are feature-major, [features, T] (transformer.py says why).
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ def linear(
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """x [T, in] times weight [out, in] transposed, plus bias [out]: [T, out] in out_dtype (x's dtype).
+    """weight [out, in] times x [in, T], plus bias [out] in each column: [out, T] in out_dtype (x's dtype).
 
     Products are summed in float32.
     """
-    out = lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    out = lax.dot_general(weight, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     if bias is not None:
-        out = out + bias.astype(jnp.float32)
+        out = out + bias.astype(jnp.float32)[:, None]
     return out.astype(out_dtype or x.dtype)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis, in float32; the result has x's dtype."""
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, axis: int) -> jax.Array:
+    """Root-mean-square norm over an axis, in float32; the result has x's dtype."""
     x32 = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
+    scale = lax.rsqrt(jnp.mean(x32 * x32, axis=axis, keepdims=True) + eps)
+    weight32 = jnp.moveaxis(weight.astype(jnp.float32).reshape(-1, *(1,) * (x.ndim - 1)), 0, axis)
+    return (x32 * scale * weight32).astype(x.dtype)
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
@@ -124,14 +126,15 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """weight [dim], kept in float32: it is small, and 1 + w is not exact in bfloat16."""
+    """Over `axis`; weight [dim], kept in float32: it is small, and 1 + w is not exact in bfloat16."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, axis: int = 0) -> None:
         self.eps = eps
+        self.axis = axis
         self.weight = nnx.Param(jnp.ones((dim,), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.weight[...], self.eps)
+        return rms_norm(x, self.weight[...], self.eps, self.axis)
 
 
 class Embedding(nnx.Module):
@@ -141,4 +144,5 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((vocab_size, dim), dtype))
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
+        """[T] -> [T, D]."""
         return jnp.take(self.weight[...], token_ids, axis=0, mode="clip")

@@ -1,8 +1,8 @@
 """Checkpoint tensors -> the decoder's parameters: the rule table and the streaming, sharded loader.
 
-Every tensor name matches one rule or is known to be no weight, and every parameter is filled once;
-what does not fit is reported together, by name. Tensors are read one at a time, a shard's slice at
-a time, so that the host never holds much more than the model itself.
+Every tensor name matches one rule or is known to be no weight, and every parameter is filled once,
+a fused one from several tensors; what does not fit is reported together, by name. Tensors are read
+one at a time, a shard's slice at a time, so that the host never holds much more than the model itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ALIGNMENT = 64  # of a buffer that XLA's CPU client takes over without a copy
 
 @dataclass(frozen=True)
 class Rule:
-    r"""A checkpoint name's pattern -> the parameter's path, with the pattern's groups as \1, \2 ..."""
+    r"""A checkpoint name's pattern -> the part's path, with the pattern's groups as \1, \2 ..."""
 
     pattern: str
     path: str
@@ -50,7 +50,7 @@ def rules(config: ModelConfig, format: Literal["safetensors", "gguf"]) -> tuple[
 
 
 def _hugging_face_rules(config: ModelConfig) -> tuple[Rule, ...]:
-    """Hugging Face's names are our paths. Multimodal checkpoints put a prefix before them."""
+    """Hugging Face's names are the parts' paths. Multimodal checkpoints put a prefix before them."""
     norm: Transform = "add_one" if config.norm_offset else "none"
     model = r"(?:model|language_model\.model|model\.language_model)"
     layer = model + r"\.layers\.(\d+)\."
@@ -95,8 +95,23 @@ NO_WEIGHTS = re.compile(
 
 
 @dataclass(frozen=True)
+class _Part:
+    """The rows of a parameter that are one tensor of the checkpoint; most parameters have one part.
+
+    Attributes:
+      path: Hugging Face's name of the tensor.
+      first_row: of the parameter.
+      shape: of the part.
+    """
+
+    path: str
+    first_row: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class _Source:
-    """Where a parameter comes from."""
+    """Where a part comes from."""
 
     name: str
     transform: Transform
@@ -123,10 +138,10 @@ def load_model(
     abstract = abstract_model(model_config, dtype)
     sources = _match(reader, model_config, abstract)
 
-    def read(path: str, leaf: jax.ShapeDtypeStruct, index: Index) -> np.ndarray:
-        source = sources[path]
+    def read(part: _Part, index: Index) -> np.ndarray:
+        source = sources[part.path]
         if source.transform == "unpermute":
-            values = _read_unpermuted(reader, source.name, index, leaf.shape, model_config.head_dim)
+            values = _read_unpermuted(reader, source.name, index, part.shape, model_config.head_dim)
         else:
             values = reader.read(source.name, index)
         return values.astype(np.float32) + np.float32(1.0) if source.transform == "add_one" else values
@@ -139,14 +154,15 @@ def random_model(
 ) -> Transformer:
     """The model with random weights of Hugging Face's initial scale (load_format=dummy)."""
     abstract = abstract_model(model_config, dtype)
-    order = {path: i for i, path in enumerate(_leaves(abstract))}
+    parts = [part for path, leaf in _leaves(abstract).items() for part in _parts(path, leaf, model_config)]
+    order = {part.path: i for i, part in enumerate(parts)}
 
-    def draw(path: str, leaf: jax.ShapeDtypeStruct, index: Index) -> np.ndarray:
-        shape = tuple(part.stop - part.start for part in index)
-        if path.endswith("norm.weight"):
-            return np.ones(shape, leaf.dtype)
+    def draw(part: _Part, index: Index) -> np.ndarray:
+        shape = tuple(axis.stop - axis.start for axis in index)
+        if part.path.endswith("norm.weight"):
+            return np.ones(shape, np.float32)
         # Seeded by the place, so that shards of one parameter differ.
-        rng = np.random.default_rng([seed, order[path], *(part.start for part in index)])
+        rng = np.random.default_rng([seed, order[part.path], *(axis.start for axis in index)])
         return rng.standard_normal(shape, dtype=np.float32) * np.float32(INIT_SCALE)
 
     return _fill(abstract, draw, sharding)
@@ -167,24 +183,39 @@ def _walk(model: Transformer) -> Iterator[tuple[str, jax.ShapeDtypeStruct, nnx.P
         yield ".".join(str(part) for part in path), param.get_value(), param
 
 
-ReadFn = Callable[[str, jax.ShapeDtypeStruct, Index], np.ndarray]
+def _parts(path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig) -> tuple[_Part, ...]:
+    """What a parameter is made of, in order."""
+    q_dim = config.num_attention_heads * config.head_dim
+    kv_dim = config.num_key_value_heads * config.head_dim
+    ffn_dim = config.intermediate_size
+    fused = {
+        "qkv_proj": {"q_proj": q_dim, "k_proj": kv_dim, "v_proj": kv_dim},
+        "gate_up_proj": {"gate_proj": ffn_dim, "up_proj": ffn_dim},
+    }
+    module = path.split(".")[-2]
+    parts, first_row = [], 0
+    for name, num_rows in fused.get(module, {module: leaf.shape[0]}).items():
+        parts.append(_Part(path.replace(module, name), first_row, (num_rows, *leaf.shape[1:])))
+        first_row += num_rows
+    return tuple(parts)
 
 
-def _fill(
-    abstract: Transformer,
-    read: ReadFn,
-    sharding: ShardingFn | None,
-) -> Transformer:
+# The slice of a part.
+ReadFn = Callable[[_Part, Index], np.ndarray]
+
+
+def _fill(abstract: Transformer, read: ReadFn, sharding: ShardingFn | None) -> Transformer:
     """The model with each leaf made of what `read` gives for each shard's slice."""
     place = sharding or _on_first_device()
     graph, state = nnx.split(abstract)
     filled = []
     for path, param in nnx.to_flat_state(state):
         name, leaf = ".".join(str(part) for part in path), param.get_value()
+        parts = _parts(name, leaf, abstract.config)
         array = jax.make_array_from_callback(
             leaf.shape,
             place(name, leaf.shape),
-            lambda index, name=name, leaf=leaf: _in_blocks(read, name, leaf, _bounded(index, leaf.shape)),
+            lambda index, parts=parts, leaf=leaf: _in_blocks(read, parts, leaf, _bounded(index, leaf.shape)),
         )
         filled.append((path, param.replace(array)))
     return nnx.merge(graph, nnx.from_flat_state(filled))
@@ -195,18 +226,23 @@ def _on_first_device() -> ShardingFn:
     return lambda path, shape: one
 
 
-def _in_blocks(read: ReadFn, path: str, leaf: jax.ShapeDtypeStruct, index: Index) -> np.ndarray:
-    """What `read` gives for index, read some rows at a time into a buffer that XLA need not copy."""
-    shape = tuple(part.stop - part.start for part in index)
+def _in_blocks(
+    read: ReadFn, parts: tuple[_Part, ...], leaf: jax.ShapeDtypeStruct, index: Index
+) -> np.ndarray:
+    """The parameter's slice, each part read some rows at a time into one buffer that XLA need not copy."""
+    shape = tuple(axis.stop - axis.start for axis in index)
     num_bytes = math.prod(shape) * leaf.dtype.itemsize
     raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     out = raw[start : start + num_bytes].view(leaf.dtype).reshape(shape)
     rows = max(1, _BLOCK_BYTES * shape[0] // max(num_bytes, 1))
-    for first in range(0, shape[0], rows):
-        last = min(first + rows, shape[0])
-        block = slice(index[0].start + first, index[0].start + last)
-        out[first:last] = read(path, leaf, (block, *index[1:]))
+    for part in parts:
+        begin = max(index[0].start - part.first_row, 0)
+        end = min(index[0].stop - part.first_row, part.shape[0])
+        place = part.first_row - index[0].start  # of the part's row 0 in the buffer
+        for first in range(begin, end, rows):  # none where the part lies outside the slice
+            last = min(first + rows, end)
+            out[place + first : place + last] = read(part, (slice(first, last), *index[1:]))
     return out
 
 
@@ -220,12 +256,13 @@ def _bounded(index: Index | None, shape: tuple[int, ...]) -> Index:
 
 
 def _match(reader: CheckpointReader, config: ModelConfig, abstract: Transformer) -> dict[str, _Source]:
-    """Parameter path -> source, for all of them.
+    """Part's path -> source, for the parts of all parameters.
 
     Raises:
       CheckpointError: naming everything that does not fit.
     """
-    leaves = _leaves(abstract)
+    leaves = _leaves(abstract).items()
+    shapes = {part.path: part.shape for path, leaf in leaves for part in _parts(path, leaf, config)}
     table = [(re.compile(rule.pattern), rule) for rule in rules(config, reader.format)]
     sources: dict[str, _Source] = {}
     tied_heads: list[str] = []
@@ -236,21 +273,21 @@ def _match(reader: CheckpointReader, config: ModelConfig, abstract: Transformer)
         path = found[0].expand(found[1].path) if found else ""
         if path == "lm_head.weight" and config.tie_word_embeddings:
             tied_heads.append(name)
-        elif found is None or path not in leaves:
+        elif found is None or path not in shapes:
             if not NO_WEIGHTS.fullmatch(name):
                 problems.add(unexpected, name)
         elif path in sources:
             problems.add("tensors that are the same parameter", sources[path].name, name)
         else:
             sources[path] = _Source(name, found[1].transform)
-            if tuple(info.shape) != leaves[path].shape:
-                shapes = f"{list(info.shape)} instead of {list(leaves[path].shape)}"
-                problems.add("misshapen tensors", f"{name} {shapes}")
+            if tuple(info.shape) != shapes[path]:
+                both = f"{list(info.shape)} instead of {list(shapes[path])}"
+                problems.add("misshapen tensors", f"{name} {both}")
     embedding = sources.get("model.embed_tokens.weight")
     for name in tied_heads:
         if embedding is not None and not _equal(reader, name, embedding.name):
             problems.add(f"the head of a tied model, unlike {embedding.name}", name)
-    missing = [path for path in leaves if path not in sources]
+    missing = [path for path in shapes if path not in sources]
     if missing:
         problems.add("missing tensors", *missing)
     problems.raise_if_any()

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import from_json
 
 from jaxinfer.text import Tokenizer
-from jaxinfer.types import MAX_LOGPROBS, Request, RequestError, SamplingParams
+from jaxinfer.types import MAX_LOGPROBS, ContextLengthError, Request, RequestError, SamplingParams
 
 
 class ApiError(Exception):
@@ -324,7 +324,8 @@ def refused(error: RequestError, kind: type[_Body]) -> ApiError:
     param = error.param
     if kind is ChatCompletionRequest and param in ("prompt", "prompt_token_ids"):
         param = "messages"
-    return ApiError(400, str(error), param=param, code="invalid_value")
+    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
+    return ApiError(400, str(error), param=param, code=code)
 
 
 def _api_error(error: ValidationError) -> ApiError:

@@ -69,7 +69,7 @@ def _attend(
     group = num_heads // num_kv_heads
     kv_tile = kv_tile_tokens(page_size)
     pages_a_tile = kv_tile // page_size
-    rows = kv_pages.reshape(num_pages * num_kv_rows, page_size, head_dim)
+    rows = kv_pages.reshape(num_pages * num_kv_rows, page_size * head_dim)
     heads = 2 * jnp.arange(num_kv_heads)[None, :, None]
     positions = tiles.start[:, None] + jnp.arange(block)  # [R, B]
 
@@ -78,7 +78,7 @@ def _attend(
     queries = queries.transpose(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, group * block, head_dim)
 
     def fetch(row_ids: jax.Array) -> jax.Array:  # [R, K, pages] -> [R, K, kv_tile, H]
-        fetched = rows.at[row_ids].get(mode="promise_in_bounds").astype(q.dtype)
+        fetched = rows.at[row_ids.reshape(-1)].get(mode="promise_in_bounds").astype(q.dtype)
         return fetched.reshape(num_tiles, num_kv_heads, kv_tile, head_dim)
 
     def body(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,7 +1,8 @@
-"""Engines on the tiny committed models, with a tokenizer of bytes, and a loop that runs requests through one."""
+"""Engines on the tiny committed models, with a tokenizer of bytes, and a loop that runs requests."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ def write_byte_tokenizer(directory: Path) -> Path:
 
 
 def make_engine(tokenizer: Path, model: str = "llama", **changes: object) -> Engine:
+    """Engines of equal shapes compile once a session."""
     config = EngineConfig(
         model=str(MODELS / model),
         tokenizer=str(tokenizer),
@@ -35,6 +37,7 @@ def make_engine(tokenizer: Path, model: str = "llama", **changes: object) -> Eng
         max_num_batched_tokens=64,
         max_model_len=128,
         page_size=8,
+        compilation_cache_dir=os.environ["JAX_COMPILATION_CACHE_DIR"],
     )
     return Engine(config.replace(**changes))
 

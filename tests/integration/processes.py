@@ -23,11 +23,12 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
-def run(name: str, *argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def run(name: str, *argv: str, stdin: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end."""
     return subprocess.run(
         command(name, *argv),
         input=stdin,
+        cwd=cwd,
         capture_output=True,
         text=True,
         env=environment(),

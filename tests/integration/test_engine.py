@@ -8,26 +8,32 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxinfer_checkpoints import open_checkpoint
-from jaxinfer_kernels import reference
 
 from jaxinfer.config import ConfigError
 from jaxinfer.engine.engine import Engine
 from jaxinfer.models.families import load_model_config
 from jaxinfer.models.weights import load_model
 from jaxinfer.types import FinishReason, RequestError, SamplingParams
+from jaxinfer_checkpoints import open_checkpoint
+from jaxinfer_kernels import reference
 from tests.integration.engines import MODELS, make_engine, run, tokens, write_byte_tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, top_k=40, seed=7, max_tokens=20, ignore_eos=True)
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, 150, n).tolist() for n in (5, 1, 31, 32, 33, 70, 8, 90, 16, 3, 47, 64)]
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+# Of what takes long, the fast tests have the extremes: the plainest family and the one with windows,
+# the fullest batch and the tightest pool.
+FAMILIES = [
+    pytest.param(name, marks=() if name in ("llama", "gemma3") else pytest.mark.slow)
+    for name in ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +46,7 @@ def engine(tokenizer: Path) -> Engine:
     return make_engine(tokenizer)
 
 
-def naive_greedy(model_name: str, prompt: list[int], count: int) -> list[int]:
+def naive_greedy(model_name: str, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Recomputes everything for each token."""
     reader = open_checkpoint(MODELS / model_name)
     config = load_model_config(reader)
@@ -49,33 +55,35 @@ def naive_greedy(model_name: str, prompt: list[int], count: int) -> list[int]:
     def attend(q, k, v, kv_pages, metadata, **options):
         return reference.dense_attention(q, k, v, **options), kv_pages
 
-    @jax.jit
     def logits(ids: jax.Array) -> jax.Array:
         pages = (None,) * config.num_hidden_layers
         hidden, _ = model(ids, jnp.arange(ids.shape[0]), pages, None, attend)
         return model.logits(hidden)
 
-    length = len(prompt) + count
-    ids = list(prompt)
-    for _ in range(count):
-        padded = jnp.asarray(ids + [0] * (length - len(ids)), jnp.int32)  # causal: padding comes after
-        ids.append(int(np.argmax(logits(padded)[len(ids) - 1])))
-    return ids[len(prompt) :]
+    length = max(map(len, prompts)) + count
+    answers = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(count):
+            padded = jnp.asarray(ids + [0] * (length - len(ids)), jnp.int32)  # causal: padding comes after
+            ids.append(int(np.argmax(logits(padded)[len(ids) - 1])))
+        answers.append(ids[len(prompt) :])
+    return answers
 
 
 @pytest.mark.parametrize("model", FAMILIES)
 def test_greedy_equals_the_naive_loop(model: str, tokenizer: Path) -> None:
     """Prefill, decode, chunks and windows against recomputing it all; a batch of different lengths."""
     engine = make_engine(tokenizer, model)
-    requests = {f"{i}": (PROMPTS[i], GREEDY) for i in (0, 2, 5, 7)}
-    outputs = run(engine, requests)
+    chosen = (0, 2, 5, 7)
+    outputs = run(engine, {f"{i}": (PROMPTS[i], GREEDY) for i in chosen})
     assert engine.stats().compilations_serving == 0
-    for i in (0, 5, 7):
-        assert tokens(outputs[f"{i}"]) == naive_greedy(model, PROMPTS[i], 20)
+    expected = naive_greedy(model, [PROMPTS[i] for i in chosen], 20)
+    assert [tokens(outputs[f"{i}"]) for i in chosen] == expected
 
 
 @pytest.fixture(scope="module")
-def alone(engine: Engine) -> dict[tuple[int, SamplingParams], list[int]]:
+def alone(engine: Engine) -> dict[tuple[int, int], list[int]]:
     """Each prompt by itself, greedy and seeded."""
     return {
         (i, params.seed or 0): tokens(run(engine, {"alone": (prompt, params)})["alone"])
@@ -99,7 +107,7 @@ def assert_as_alone(outputs: dict, alone: dict) -> None:
         assert tokens(parts) == alone[int(i), int(seed)], key
 
 
-WAYS: dict[str, dict[str, object]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "batch of 32": {"max_num_seqs": 32},
     "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 128},
     "chunks of 32": {"max_num_batched_tokens": 32},
@@ -109,7 +117,13 @@ WAYS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=() if way in ("batch of 32", "preemption") else pytest.mark.slow)
+        for way in WAYS
+    ],
+)
 def test_tokens_do_not_depend_on_how(way: str, tokenizer: Path, alone: dict) -> None:
     engine = make_engine(tokenizer, **WAYS[way])
     assert_as_alone(run(engine, mixed_requests()), alone)
@@ -163,9 +177,7 @@ def test_abort_at_any_moment_leaves_the_others_alone(engine: Engine, alone: dict
 def test_n_completions_have_their_own_seeds(engine: Engine) -> None:
     params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=12, ignore_eos=True)
     together = run(engine, {"n": (PROMPTS[2], params)})
-    singles = [
-        SamplingParams(temperature=1.0, seed=3 + i, max_tokens=12, ignore_eos=True) for i in range(3)
-    ]
+    singles = [SamplingParams(temperature=1.0, seed=3 + i, max_tokens=12, ignore_eos=True) for i in range(3)]
     for i, single in enumerate(singles):
         want = tokens(run(engine, {"single": (PROMPTS[2], single)})["single"])
         assert tokens(together["n" if i == 0 else f"n/{i}"]) == want
@@ -272,9 +284,7 @@ def test_a_bad_request_is_refused_by_name(
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
     ],
 )
-def test_a_bad_configuration_is_refused_by_name(
-    tokenizer: Path, changes: dict[str, object], words: str
-) -> None:
+def test_a_bad_configuration_is_refused_by_name(tokenizer: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make_engine(tokenizer, **changes)
 
@@ -288,7 +298,13 @@ def test_random_weights_need_no_checkpoint_values(tokenizer: Path) -> None:
 def test_llm_returns_results_in_the_order_given(tokenizer: Path) -> None:
     from jaxinfer import LLM
 
-    llm = LLM(str(MODELS / "llama"), tokenizer=str(tokenizer), max_num_seqs=4, max_num_batched_tokens=64, page_size=8)
+    llm = LLM(
+        str(MODELS / "llama"),
+        tokenizer=str(tokenizer),
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        page_size=8,
+    )
     results = llm.generate(PROMPTS[:6], GREEDY, use_tqdm=False)
     assert [r.prompt_token_ids for r in results] == [tuple(p) for p in PROMPTS[:6]]
     single = [llm.generate(p, GREEDY, use_tqdm=False)[0] for p in PROMPTS[:6]]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import pytest
-from jaxinfer_checkpoints import open_checkpoint
 
 from jaxinfer.config import CacheConfig, SchedulerConfig
 from jaxinfer.engine.programs import Programs, compile_programs
 from jaxinfer.models.families import load_model_config
 from jaxinfer.models.weights import abstract_model
+from jaxinfer_checkpoints import open_checkpoint
 from tests.integration.engines import MODELS
 
 NUM_PAGES = 4096

@@ -85,7 +85,7 @@ def make_case(
 
 
 def check(case: Case, **options: float | int | None) -> None:
-    """Outputs and the whole cache but the null page, against the reference; padding and unused pages are NaN."""
+    """Outputs and the whole cache but the null page, as the reference; padding and unused pages are NaN."""
     q, k, v = (np.where(case.valid[:, None, None], x, np.nan) for x in (case.q, case.k, case.v))
     args = (jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(case.pages), case.metadata)
     out, pages = jax.jit(lambda *a: paged_attention(*a, scale=0.25, **options))(*args)  # type: ignore[arg-type]

@@ -44,7 +44,8 @@ def run(
     def run(main: Callable[[list[str]], int], *argv: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         status = main(list(argv))
-        return (status, *capsys.readouterr())
+        out, err = capsys.readouterr()
+        return status, out, err
 
     return run
 

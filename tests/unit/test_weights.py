@@ -57,7 +57,9 @@ class FakeReader:
         self.format: Literal["safetensors", "gguf"] = format
         self.config: Mapping[str, Any] = {}
         self.arrays = dict(arrays)
-        self.tensors = {name: TensorInfo(name, a.shape, "F32") for name, a in arrays.items()}
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(name, a.shape, "F32") for name, a in arrays.items()
+        }
         self.rows: list[tuple[str, int]] = []
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
@@ -75,10 +77,27 @@ def leaves(model: Transformer) -> dict[str, np.ndarray]:
     return {".".join(map(str, path)): np.asarray(param.get_value()) for path, param in flat}
 
 
+def tensors(model: Transformer) -> dict[str, np.ndarray]:
+    """Hugging Face's name -> values: q, k and v, and gate and up, are one parameter each."""
+    num_q, num_kv = model.config.num_attention_heads, model.config.num_key_value_heads
+    out = {}
+    for path, values in leaves(model).items():
+        if "qkv_proj" in path:
+            heads = np.split(values, num_q + 2 * num_kv)
+            cuts = {"q": heads[:num_q], "k": heads[num_q : num_q + num_kv], "v": heads[num_q + num_kv :]}
+            out |= {path.replace("qkv", name): np.concatenate(rows) for name, rows in cuts.items()}
+        elif "gate_up_proj" in path:
+            gate, up = np.split(values, 2)
+            out |= {path.replace("gate_up", "gate"): gate, path.replace("gate_up", "up"): up}
+        else:
+            out[path] = values
+    return out
+
+
 def arrays_for(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random values for each parameter, under Hugging Face's names, which are the paths."""
+    """Random values for each tensor, under Hugging Face's names."""
     rng = np.random.default_rng(seed)
-    shapes = {name: value.shape for name, value in leaves(random_model(config, F32, 0)).items()}
+    shapes = {name: value.shape for name, value in tensors(random_model(config, F32, 0)).items()}
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
@@ -130,13 +149,13 @@ def assert_equal(got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) 
 
 
 @pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
-def test_hugging_face_names_are_the_paths(prefix: str) -> None:
+def test_hugging_face_names_are_understood(prefix: str) -> None:
     """Gemma's norms store w for 1 + w; multimodal checkpoints put a prefix before the text model."""
     arrays = arrays_for(GEMMA)
     renamed = {name.replace("model.", prefix, 1): values for name, values in arrays.items()}
     renamed["vision_tower.encoder.weight"] = np.zeros((3, 3), np.float32)
     want = {name: values + np.float32("norm" in name) for name, values in arrays.items()}
-    assert_equal(leaves(load_model(FakeReader("safetensors", renamed), GEMMA, F32)), want)
+    assert_equal(tensors(load_model(FakeReader("safetensors", renamed), GEMMA, F32)), want)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +171,7 @@ def test_gguf_gives_the_same_parameters(config: ModelConfig) -> None:
     """Llama's q and k, weights and biases, come out in Hugging Face's order."""
     arrays = arrays_for(config)
     stored = gguf_names(config, arrays) | {"rope_freqs.weight": np.ones(4, np.float32)}
-    assert_equal(leaves(load_model(FakeReader("gguf", stored), config, F32)), arrays)
+    assert_equal(tensors(load_model(FakeReader("gguf", stored), config, F32)), arrays)
 
 
 def test_everything_that_does_not_fit_is_reported_at_once() -> None:
@@ -199,7 +218,35 @@ def test_q_is_unpermuted_in_any_slices(monkeypatch: pytest.MonkeyPatch, rows: in
     monkeypatch.setattr(weights, "_BLOCK_BYTES", rows * 16 * 4)
     config = dataclasses.replace(LLAMA, interleaved_qk=True)
     arrays = arrays_for(config)
-    assert_equal(leaves(load_model(FakeReader("gguf", gguf_names(config, arrays)), config, F32)), arrays)
+    assert_equal(tensors(load_model(FakeReader("gguf", gguf_names(config, arrays)), config, F32)), arrays)
+
+
+def test_fused_parameters_are_their_tensors_one_below_the_other() -> None:
+    arrays = arrays_for(LLAMA)
+    model = leaves(load_model(FakeReader("safetensors", arrays), LLAMA, F32))
+    for kind in ("weight", "bias"):
+        qkv = [arrays[f"model.layers.1.self_attn.{name}_proj.{kind}"] for name in "qkv"]
+        np.testing.assert_array_equal(model[f"model.layers.1.self_attn.qkv_proj.{kind}"], np.concatenate(qkv))
+    gate_up = [arrays[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    np.testing.assert_array_equal(model["model.layers.1.mlp.gate_up_proj.weight"], np.concatenate(gate_up))
+
+
+@pytest.mark.parametrize("rows", [5, 8, 64])
+def test_a_shard_reads_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Shards of a few rows, which cut through q, k and v: together each tensor's rows, once each."""
+
+    def in_shards(shape: tuple[int, ...], sharding: object, read: Any) -> jax.Array:
+        ends = [slice(first, min(first + rows, shape[0])) for first in range(0, shape[0], rows)]
+        return jnp.concatenate([read((end, *(slice(None),) * (len(shape) - 1))) for end in ends])
+
+    monkeypatch.setattr(jax, "make_array_from_callback", in_shards)
+    arrays = arrays_for(LLAMA)
+    reader = FakeReader("safetensors", arrays)
+    assert_equal(tensors(load_model(reader, LLAMA, F32)), arrays)
+    read = dict.fromkeys(arrays, 0)
+    for name, count in reader.rows:
+        read[name] += count
+    assert read == {name: len(values) for name, values in arrays.items()}
 
 
 def test_tensors_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +273,7 @@ def test_each_parameter_lies_where_the_sharding_says() -> None:
 
     arrays = arrays_for(LLAMA)
     model = load_model(FakeReader("safetensors", arrays), LLAMA, F32, sharding=sharding)
-    assert set(asked) == set(arrays)
+    assert set(asked) == set(leaves(model))
     for path, param in nnx.to_flat_state(nnx.state(model)):
         assert param.get_value().sharding == asked[".".join(map(str, path))]
 
