@@ -14,7 +14,7 @@ from absl import logging
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.compilation import CompilationCounter, use_persistent_cache
-from jaxinfer.engine.host_memory import keep_freed_memory
+from jaxinfer.engine.host_memory import keep_freed_memory, use_huge_pages
 from jaxinfer.engine.outputs import LiveCompletion, LiveRequest
 from jaxinfer.engine.programs import compile_programs
 from jaxinfer.engine.resolve import check, resolve
@@ -96,6 +96,7 @@ class Engine:
         reader.close()
         if device.platform == "cpu":
             keep_freed_memory()
+            use_huge_pages(jax.tree.leaves(model))
         ready_s = time.monotonic()
         self.timeline = (
             ("open", opened_s - start_s),
@@ -136,7 +137,9 @@ class Engine:
         params, num_prompt = request.params, len(request.prompt_token_ids)
         limit = self.scheduler_config.max_model_len
         max_total = limit if params.max_tokens is None else num_prompt + params.max_tokens
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        stop_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else self._eos_token_ids
+        )
         seed = self._rng.getrandbits(63) if params.seed is None else params.seed
         owner = LiveRequest(request, params.n)
         for index in range(params.n):
@@ -180,7 +183,9 @@ class Engine:
         ):
             outside = [i for i in values if not 0 <= i < vocab_size]
             if outside:
-                raise RequestError(f"{name} holds token id {outside[0]}: ids go from 0 to {vocab_size - 1}", name)
+                raise RequestError(
+                    f"{name} holds token id {outside[0]}: ids go from 0 to {vocab_size - 1}", name
+                )
 
     def abort(self, request_id: str) -> None:
         """Drops a request at any moment and frees its pages; nothing where it is not running."""
@@ -231,7 +236,11 @@ class Engine:
     def _note_prompt_logprobs(self, result: StepResult) -> None:
         for seq_id, entries in result.prompt_logprobs.items():
             completion = self._completions.get(seq_id)
-            if completion is not None and completion.sequence.index == 0 and not completion.sequence.num_preemptions:
+            if (
+                completion is not None
+                and completion.sequence.index == 0
+                and not completion.sequence.num_preemptions
+            ):
                 completion.owner.prompt_logprobs.extend(entries)
 
     def _output(self, sequence: Sequence, result: StepResult) -> TokenOutput:

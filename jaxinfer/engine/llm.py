@@ -95,7 +95,8 @@ class LLM:
             )
         now_s = time.monotonic()
         requests = [
-            Request(f"llm-{now_s}-{i}", tuple(ids), p, now_s) for i, (ids, p) in enumerate(zip(token_ids, each, strict=True))
+            Request(f"llm-{now_s}-{i}", tuple(ids), p, now_s)
+            for i, (ids, p) in enumerate(zip(token_ids, each, strict=True))
         ]
         collected: dict[str, list[TokenOutput]] = {r.request_id: [] for r in requests}
         finished = False

@@ -38,9 +38,13 @@ def paged_attention(
       ValueError: a shape does not fit, by the argument's name.
     """
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"q{q.shape}, k{k.shape} and v{v.shape} must be [T, N, H], [T, K, H], [T, K, H], K dividing N")
+        raise ValueError(
+            f"q{q.shape}, k{k.shape} and v{v.shape} must be [T, N, H], [T, K, H], [T, K, H], K dividing N"
+        )
     if kv_pages.shape[1] != 2 * k.shape[1] or kv_pages.shape[3] != k.shape[2]:
-        raise ValueError(f"kv_pages{kv_pages.shape} must be [num_pages, {2 * k.shape[1]}, page_size, {k.shape[2]}]")
+        raise ValueError(
+            f"kv_pages{kv_pages.shape} must be [num_pages, {2 * k.shape[1]}, page_size, {k.shape[2]}]"
+        )
     if metadata.kv_write_index.shape != q.shape[:1]:
         raise ValueError(f"metadata.kv_write_index{metadata.kv_write_index.shape} must be [{q.shape[0]}]")
     if metadata.decode is None and metadata.prefill is None:

@@ -37,7 +37,14 @@ def paged_attention(
         for tile in range(num_tiles):
             for offset in range(int(tiles.kv_len[tile]) - int(tiles.start[tile])):
                 out[row + tile * block + offset] = _attend_one(
-                    queries[row + tile * block + offset], pages, tiles, tile, offset, scale, sliding_window, soft_cap
+                    queries[row + tile * block + offset],
+                    pages,
+                    tiles,
+                    tile,
+                    offset,
+                    scale,
+                    sliding_window,
+                    soft_cap,
                 )
         row += num_tiles * block
     return out, pages
@@ -70,8 +77,15 @@ def _attend_one(
     return out
 
 
-def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, sliding_window: int | None = None,
-                    soft_cap: float | None = None) -> jax.Array:
+def dense_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
     """Causal attention of one whole sequence without a cache. q [T, N, H], k and v [T, K, H] -> [T, N, H]."""
     num_tokens, num_heads, _ = q.shape
     k, v = (jnp.repeat(x, num_heads // x.shape[1], axis=1) for x in (k, v))

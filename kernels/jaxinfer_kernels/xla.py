@@ -81,7 +81,9 @@ def _attend(
         fetched = rows.at[row_ids.reshape(-1)].get(mode="promise_in_bounds").astype(q.dtype)
         return fetched.reshape(num_tiles, num_kv_heads, kv_tile, head_dim)
 
-    def body(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def body(
+        index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         running_max, total, acc = carry
         page_ids = jax.lax.dynamic_slice_in_dim(tiles.page_table, index * pages_a_tile, pages_a_tile, axis=1)
         row_ids = page_ids[:, None] * num_kv_rows + heads
@@ -103,7 +105,10 @@ def _attend(
         # A weight of 0 does not silence a NaN in a page that nobody wrote: the values are masked too.
         values = jnp.where(used[:, None, :, None], fetch(row_ids + 1), 0)
         weighted = jax.lax.dot_general(
-            weights.astype(q.dtype), values, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+            weights.astype(q.dtype),
+            values,
+            (((3,), (2,)), ((0, 1), (0, 1))),
+            preferred_element_type=jnp.float32,
         )
         return new_max, total * rescale + weights.sum(-1), acc * rescale[..., None] + weighted
 

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxinfer_kernels import AttentionMetadata, QueryTiles, kv_pages_shape, kv_tile_tokens, paged_attention, reference
+
+from jaxinfer_kernels import (
+    AttentionMetadata,
+    QueryTiles,
+    kv_pages_shape,
+    kv_tile_tokens,
+    paged_attention,
+    reference,
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,9 @@ def test_equals_reference(name: str, sliding_window: int | None) -> None:
 @pytest.mark.parametrize("page_size", [8, 128, 256])
 def test_heads_and_pages(num_kv_heads: int, page_size: int) -> None:
     check(
-        make_case([70, 3], [(130, 9)], num_heads=6, num_kv_heads=num_kv_heads, head_dim=80, page_size=page_size),
+        make_case(
+            [70, 3], [(130, 9)], num_heads=6, num_kv_heads=num_kv_heads, head_dim=80, page_size=page_size
+        ),
         soft_cap=3.0,
     )
 
@@ -150,7 +160,11 @@ def test_a_shape_that_does_not_fit_is_named() -> None:
     case = make_case([3], [])
     with pytest.raises(ValueError, match="kv_pages"):
         paged_attention(
-            jnp.asarray(case.q), jnp.asarray(case.k), jnp.asarray(case.v), jnp.zeros((2, 3, 16, 8)), case.metadata,
+            jnp.asarray(case.q),
+            jnp.asarray(case.k),
+            jnp.asarray(case.v),
+            jnp.zeros((2, 3, 16, 8)),
+            case.metadata,
             scale=1.0,
         )
     with pytest.raises(ValueError, match="page_size=48"):
