@@ -87,29 +87,29 @@ class BuiltStep:
 def make_buckets(config: SchedulerConfig) -> tuple[Bucket, ...]:
     """Every shape that a step can have under this configuration; a closed set.
 
-    A step without prefill has 1, 4, 8, 16 ... or max_num_seqs rows (2 rows cost what 4 cost); one
-    with prefill has PREFILL_TILE times a power of two, and either no decode rows or all.
+    A start reads or compiles each, so they are few: 1, 4, 8, 16 ... max_num_seqs rows of decodes
+    alone; 64, 128, 256 ... rows of prefill alone; and, with room for all decodes, 128, 512 ... rows
+    of prefill. The largest of each is what the configuration allows.
     """
-    decodes = decode_sizes(config.max_num_seqs)
     most = config.max_num_batched_tokens // PREFILL_TILE * PREFILL_TILE
-    prefills = _powers_of_two(PREFILL_TILE, most)
-    decode_rows = (0, config.max_num_seqs) if config.max_num_seqs > 1 else (0,)
-    return tuple(Bucket(s, 0) for s in decodes) + tuple(Bucket(s, c) for c in prefills for s in decode_rows)
+    decodes = [Bucket(size, 0) for size in decode_sizes(config.max_num_seqs)]
+    prefills = [Bucket(0, size) for size in _sizes(2 * PREFILL_TILE, most, factor=2)]
+    mixed = [Bucket(config.max_num_seqs, size) for size in _sizes(4 * PREFILL_TILE, most, factor=4)]
+    return (*decodes, *prefills, *(mixed if config.max_num_seqs > 1 else ()))
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """The numbers of rows that are decoded or sampled at once."""
-    return [1, *_powers_of_two(4, max_num_seqs)] if max_num_seqs > 1 else [1]
+    """The numbers of rows that are decoded or sampled at once; 2 rows cost what 4 cost."""
+    return [1, *_sizes(4, max_num_seqs, factor=2)] if max_num_seqs > 1 else [1]
 
 
-def _powers_of_two(first: int, last: int) -> list[int]:
-    """first, 2 * first ... up to `last`, which always ends the list."""
-    sizes = [last]
-    size = first
-    while size < last:
-        sizes.append(size)
-        size *= 2
-    return sorted(sizes)
+def _sizes(first: int, last: int, *, factor: int) -> list[int]:
+    """first, first * factor ... below `last`, then `last`."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= factor
+    return [*sizes, last]
 
 
 class StepBatcher:
