@@ -151,6 +151,10 @@ def _rows(source: IO[bytes], engine: Engine, options: BatchOptions) -> Iterator[
             yield make_row(line, number, engine, options.sampling)
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON value")
+
+
 def make_row(line: bytes, number: int, engine: Engine, sampling: Sampling) -> Row:
     """Parses a line; a bad one becomes a row with an error.
 
@@ -161,8 +165,9 @@ def make_row(line: bytes, number: int, engine: Engine, sampling: Sampling) -> Ro
       sampling: the flags, for what the row leaves out.
     """
     try:
-        columns = json.loads(line)
-    except ValueError as error:
+        columns = json.loads(line, parse_constant=_refuse_constant)
+        json.dumps(columns, ensure_ascii=False).encode()  # what is kept must be writable: no lone surrogates
+    except (ValueError, RecursionError) as error:
         return Row(
             {"line": number}, error=ApiError(400, f"line {number} is not JSON: {error}", code="invalid_json")
         )

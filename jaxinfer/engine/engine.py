@@ -210,7 +210,7 @@ class Engine:
         outputs: list[TokenOutput] = []
         if previous is not None:
             result = self._runner.read(previous)
-            self._note_prompt_logprobs(result)
+            self._note_prompt_logprobs(previous.plan, result)
             for sequence in self._scheduler.commit(previous.plan, result):
                 outputs.append(self._output(sequence, result))
         self.host_times_s.append(time.thread_time() - worked_s)
@@ -233,15 +233,14 @@ class Engine:
                 totals.prefix_cache_queries += seq.sequence.num_prompt_tokens
                 totals.prefix_cache_hits += seq.sequence.num_cached_tokens
 
-    def _note_prompt_logprobs(self, result: StepResult) -> None:
-        for seq_id, entries in result.prompt_logprobs.items():
-            completion = self._completions.get(seq_id)
-            if (
-                completion is not None
-                and completion.sequence.index == 0
-                and not completion.sequence.num_preemptions
-            ):
-                completion.owner.prompt_logprobs.extend(entries)
+    def _note_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
+        for seq in plan.prefills:
+            entries = result.prompt_logprobs.get(seq.sequence.seq_id)
+            completion = self._completions.get(seq.sequence.seq_id)
+            if entries and completion is not None and seq.sequence.index == 0:
+                # By position: a sequence that was preempted computes its prompt again.
+                first = seq.start + 1
+                completion.owner.prompt_logprobs[first : first + len(entries)] = entries
 
     def _output(self, sequence: Sequence, result: StepResult) -> TokenOutput:
         completion = self._completions[sequence.seq_id]

@@ -75,6 +75,8 @@ class LLM:
         Raises:
           RequestError: as `generate`; the model has no template; or the template refuses the messages.
         """
+        if not messages:
+            raise RequestError("messages is empty: give at least one", "messages")
         listed = [messages] if isinstance(messages[0], Mapping) else list(messages)
         token_ids = [self.engine.tokenizer.encode_chat(m) for m in listed]  # type: ignore[arg-type]
         return self._run([None] * len(listed), token_ids, sampling_params, use_tqdm)
@@ -86,7 +88,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         each = [params] * len(texts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(texts):
             raise RequestError(

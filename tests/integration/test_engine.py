@@ -312,3 +312,7 @@ def test_llm_returns_results_in_the_order_given(tokenizer: Path) -> None:
     with pytest.raises(RequestError, match="empty"):
         llm.generate([PROMPTS[0], []], GREEDY, use_tqdm=False)
     assert not llm.engine.has_unfinished()
+    with pytest.raises(RequestError, match="sampling_params has 0 entries for 1"):
+        llm.generate(PROMPTS[0], [], use_tqdm=False)
+    with pytest.raises(RequestError, match="messages is empty"):
+        llm.chat([], use_tqdm=False)
