@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from absl import logging
 
 from jaxinfer.config import CacheConfig, ConfigError, EngineConfig, ModelConfig, SchedulerConfig
-from jaxinfer.engine.step_batch import PREFILL_TILE
+from jaxinfer.engine.step_batch import PREFILL_TILE, padded_rows
 from jaxinfer.memory.ledger import GIB, choose_num_pages, itemsize, kv_bytes_per_token
 from jaxinfer_kernels import kv_tile_tokens
 
@@ -117,7 +117,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: Device) -> Resolve
     max_num_batched_tokens = config.max_num_batched_tokens
     if config.enable_chunked_prefill:
         # No step has more prefill rows than all slots at the length limit.
-        padded = -(-max_model_len // PREFILL_TILE) * PREFILL_TILE
+        padded = padded_rows(max_model_len)
         max_num_batched_tokens = min(max_num_batched_tokens, padded * config.max_num_seqs)
     scheduler = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,

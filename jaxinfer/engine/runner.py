@@ -11,7 +11,7 @@ import numpy as np
 from jaxinfer.config import CacheConfig, ModelConfig, SchedulerConfig
 from jaxinfer.engine.kv_cache import create_kv_pages, create_slots
 from jaxinfer.engine.programs import LogprobArrays, Programs
-from jaxinfer.engine.step_batch import PREFILL_TILE, StepBatcher
+from jaxinfer.engine.step_batch import StepBatcher, padded_rows
 from jaxinfer.models.transformer import Transformer
 from jaxinfer.ops.sampling import Sampled
 from jaxinfer.types import SampledToken, ScheduledSeq, StepPlan, StepResult, TokenLogprobs
@@ -102,7 +102,7 @@ def _read_prompt_logprobs(step: InFlight) -> dict[int, tuple[TokenLogprobs, ...]
             targets = prompt[seq.start + 1 : seq.start + 1 + seq.num_tokens]
             entries = (_logprobs(arrays, row + i, token_id, count) for i, token_id in enumerate(targets))
             results[seq.sequence.seq_id] = tuple(entries)
-        row += -(-seq.num_tokens // PREFILL_TILE) * PREFILL_TILE
+        row += padded_rows(seq.num_tokens)
     return results
 
 

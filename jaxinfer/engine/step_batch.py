@@ -127,7 +127,7 @@ class StepBatcher:
 
     def bucket(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that holds the plan."""
-        rows = sum(_padded(seq.num_tokens) for seq in plan.prefills)
+        rows = sum(padded_rows(seq.num_tokens) for seq in plan.prefills)
         return next(
             b
             for b in self.buckets
@@ -228,7 +228,7 @@ class StepBatcher:
         return page_ids * self._page_size + positions % self._page_size
 
 
-def _padded(num_tokens: int) -> int:
+def padded_rows(num_tokens: int) -> int:
     """Rows that a chunk takes."""
     return -(-num_tokens // PREFILL_TILE) * PREFILL_TILE
 
@@ -242,5 +242,5 @@ def _target_ids(plan: StepPlan, bucket: Bucket) -> np.ndarray | None:
     for seq in plan.prefills:
         targets = seq.sequence.token_ids[seq.start + 1 : seq.start + 1 + seq.num_tokens]
         target_ids[row : row + len(targets)] = targets
-        row += _padded(seq.num_tokens)
+        row += padded_rows(seq.num_tokens)
     return target_ids
