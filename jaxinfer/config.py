@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -69,6 +70,12 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    tensor_parallel: int = 1  # sizes are padded to so many devices: parallel/layout.py
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and of the head."""
+        return -(-self.vocab_size // self.tensor_parallel) * self.tensor_parallel
 
     @property
     def num_hidden_layers(self) -> int:
@@ -80,8 +87,36 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class MeshConfig:
+    """Devices: `data` groups that serve requests of their own, `tensor` devices in each."""
+
+    data: int = 1
+    tensor: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.data * self.tensor
+
+    def __str__(self) -> str:
+        return f"{self.data}x{self.tensor}"
+
+
+def parse_mesh(text: str) -> MeshConfig:
+    """DxT, data by tensor parallel.
+
+    Raises:
+      ConfigError: it is something else.
+    """
+    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2}", text):
+        raise ConfigError(f"mesh={text}: pipeline stages are not supported: use DxT, such as 2x4")
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise ConfigError(f"mesh={text} must be DxT, data by tensor parallel, such as 1x1")
+    return MeshConfig(*map(int, text.split("x")))
+
+
+@dataclass(frozen=True)
 class CacheConfig:
-    """The paged KV cache. `num_pages` includes page 0, the null page."""
+    """The paged KV cache of a data-parallel group. `num_pages` includes page 0, the null page."""
 
     page_size: int
     num_pages: int

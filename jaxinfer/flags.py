@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging as standard_logging
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 from absl import flags as absl_flags
 from absl import logging
 
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import ConfigError, EngineConfig, parse_mesh
 from jaxinfer.types import RequestError, SamplingParams
 
 FlagValues = absl_flags.FlagValues
@@ -176,8 +175,10 @@ def cache_dir() -> Path:
 def engine_config(values: Any) -> EngineConfig:
     """The engine flags as a configuration; raises UsageError."""
     _required(values, "model", "demo")
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", values.mesh):
-        raise UsageError(f"flag --mesh={values.mesh}: must be DxT, data by tensor parallel, such as 1x1")
+    try:
+        parse_mesh(values.mesh)
+    except ConfigError as error:
+        raise UsageError(f"flag --{error}") from error
     if values.rope_scaling is not None:
         _check_json_object("rope_scaling", values.rope_scaling)
     given = {

@@ -1,4 +1,4 @@
-"""What all tests share: real checkpoints, a compilation cache for the session, hypothesis' profile."""
+"""What all tests share: real checkpoints, a compilation cache, 8 simulated devices, hypothesis' profile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _compilation_cache = pytest.StashKey[tempfile.TemporaryDirectory]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets a compilation cache of this session, before anything imports jax, children included."""
+    """Sets 8 CPU devices and a compilation cache, before anything imports jax, children included."""
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         directory = tempfile.TemporaryDirectory(prefix="jaxinfer-test-xla-")
         config.stash[_compilation_cache] = directory

@@ -11,8 +11,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from absl import logging
+from jax.sharding import Mesh
 
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import EngineConfig, parse_mesh
 from jaxinfer.engine.compilation import CompilationCounter, use_persistent_cache
 from jaxinfer.engine.host_memory import keep_freed_memory, use_huge_pages
 from jaxinfer.engine.outputs import LiveCompletion, LiveRequest
@@ -25,6 +26,7 @@ from jaxinfer.metrics import EngineStats, Metrics
 from jaxinfer.models.families import load_model_config
 from jaxinfer.models.transformer import Transformer
 from jaxinfer.models.weights import abstract_model, load_model, random_model
+from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.text import Tokenizer, load_tokenizer
 from jaxinfer.types import (
     ContextLengthError,
@@ -61,6 +63,7 @@ class Engine:
           ConfigError, CheckpointError: one line that says what is wrong.
         """
         check(config)
+        mesh = make_mesh(parse_mesh(config.mesh), jax.devices())
         start_s = time.monotonic()
         self.config = config
         self.metrics = Metrics()
@@ -81,18 +84,16 @@ class Engine:
         with ThreadPoolExecutor(2) as pool:
             programs = pool.submit(
                 compile_programs,
-                abstract_model(self.model_config, dtype),
-                self.model_config,
+                abstract_model(self.model_config, dtype, mesh),
                 resolved.cache,
                 resolved.scheduler,
+                mesh,
             )
             tokenizer = pool.submit(_load_tokenizer, config, path, reader, cache_dir)
-            model = self._load_weights(reader, dtype)
+            model = self._load_weights(reader, dtype, mesh)
             loaded_s = time.monotonic()
             self.tokenizer: Tokenizer = tokenizer.result()
-            self._runner = Runner(
-                model, programs.result(), self.model_config, resolved.cache, resolved.scheduler
-            )
+            self._runner = Runner(model, programs.result(), resolved.cache, resolved.scheduler, mesh)
         reader.close()
         if device.platform == "cpu":
             keep_freed_memory()
@@ -122,10 +123,10 @@ class Engine:
             self._num_compiled_at_start,
         )
 
-    def _load_weights(self, reader: CheckpointReader, dtype: jnp.dtype) -> Transformer:
+    def _load_weights(self, reader: CheckpointReader, dtype: jnp.dtype, mesh: Mesh | None) -> Transformer:
         if self.config.load_format == "dummy":
-            return random_model(self.model_config, dtype, self.config.seed)
-        return load_model(reader, self.model_config, dtype)
+            return random_model(self.model_config, dtype, self.config.seed, mesh)
+        return load_model(reader, self.model_config, dtype, mesh=mesh)
 
     def add_request(self, request: Request) -> None:
         """Takes a request, which `step` then works on.

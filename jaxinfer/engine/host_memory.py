@@ -42,9 +42,10 @@ def use_huge_pages(arrays: Iterable[jax.Array]) -> None:
         return
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for array in arrays:
+    buffers = (shard.data for array in arrays for shard in array.addressable_shards)
+    for buffer in buffers:
         # Rounded outwards: most arrays are only some MB, and lie side by side.
-        start = array.unsafe_buffer_pointer() // _HUGE_PAGE * _HUGE_PAGE
-        end = -(-(array.unsafe_buffer_pointer() + array.nbytes) // _HUGE_PAGE) * _HUGE_PAGE
+        start = buffer.unsafe_buffer_pointer() // _HUGE_PAGE * _HUGE_PAGE
+        end = -(-(buffer.unsafe_buffer_pointer() + buffer.nbytes) // _HUGE_PAGE) * _HUGE_PAGE
         madvise(start, end - start, _MADV_HUGEPAGE)
         madvise(start, end - start, _MADV_COLLAPSE)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxinfer.config import CacheConfig, ModelConfig
+from jaxinfer.parallel.mesh import num_groups, page_sharding, row_sharding
 from jaxinfer_kernels import kv_pages_shape
 
 
@@ -15,6 +17,8 @@ from jaxinfer_kernels import kv_pages_shape
 @dataclass(frozen=True)
 class SlotState:
     """What each slot keeps between steps. N is max_num_seqs + 1: padded rows write into the last slot.
+
+    On a mesh N is that for each data-parallel group, one group after another.
 
     Attributes:
       last_tokens: [N] int32, the token sampled last: the next decode's input, before the host has
@@ -28,17 +32,22 @@ class SlotState:
     output_counts: jax.Array
 
 
-def create_kv_pages(model: ModelConfig, cache: CacheConfig) -> tuple[jax.Array, ...]:
-    """Zeros, an array a layer, in the kernels' layout; page 0 is the null page."""
-    shape = kv_pages_shape(cache.num_pages, cache.page_size, model.num_key_value_heads, model.head_dim)
-    return tuple(jnp.zeros(shape, cache.dtype) for _ in model.layers)
+def create_kv_pages(
+    model: ModelConfig, cache: CacheConfig, mesh: Mesh | None = None
+) -> tuple[jax.Array, ...]:
+    """Zeros, an array a layer, in the kernels' layout; page 0 of each group's pages is its null page."""
+    num_pages = cache.num_pages * num_groups(mesh)
+    shape = kv_pages_shape(num_pages, cache.page_size, model.num_key_value_heads, model.head_dim)
+    place = None if mesh is None else page_sharding(mesh)
+    return tuple(jnp.zeros(shape, cache.dtype, device=place) for _ in model.layers)
 
 
-def create_slots(model: ModelConfig, max_num_seqs: int) -> SlotState:
+def create_slots(model: ModelConfig, max_num_seqs: int, mesh: Mesh | None = None) -> SlotState:
     """Zeros."""
-    num_slots = max_num_seqs + 1
+    num_slots = (max_num_seqs + 1) * num_groups(mesh)
+    place = None if mesh is None else row_sharding(mesh)
     return SlotState(
-        last_tokens=jnp.zeros((num_slots,), jnp.int32),
-        prompt_mask=jnp.zeros((num_slots, model.vocab_size), jnp.bool_),
-        output_counts=jnp.zeros((num_slots, model.vocab_size), jnp.int32),
+        last_tokens=jnp.zeros((num_slots,), jnp.int32, device=place),
+        prompt_mask=jnp.zeros((num_slots, model.vocab_size), jnp.bool_, device=place),
+        output_counts=jnp.zeros((num_slots, model.vocab_size), jnp.int32, device=place),
     )

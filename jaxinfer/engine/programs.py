@@ -3,6 +3,9 @@
 A step is a forward pass of the model, then sampling. They are programs apart, so that the forward
 pass is compiled for each bucket of rows and sampling only for each number of sampled rows.
 
+A step's function computes one data-parallel group. On a mesh each group runs it on its own part of the
+arrays, whose leading dimensions hold the groups' parts one after another.
+
 Dims: S decode rows, C prefill rows, T = S + C, M sampled rows, D hidden.
 """
 
@@ -15,14 +18,17 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
-from jaxinfer.config import CacheConfig, ModelConfig, SchedulerConfig
+from jaxinfer.config import CacheConfig, SchedulerConfig
 from jaxinfer.engine.kv_cache import SlotState, create_kv_pages, create_slots
 from jaxinfer.engine.step_batch import PREFILL_TILE, Bucket, StepBatch, StepBatcher
-from jaxinfer.models.transformer import Transformer
+from jaxinfer.models.transformer import AttentionFn, Transformer
+from jaxinfer.ops.attention import make_attention
 from jaxinfer.ops.sampling import Sampled, SamplingBatch, sample, set_counts, token_logprobs, update_counts
+from jaxinfer.parallel.mesh import num_groups, over_groups, page_sharding, row_sharding
 from jaxinfer.types import StepPlan
-from jaxinfer_kernels import paged_attention
 
 COMPILE_THREADS = 2
 
@@ -49,21 +55,31 @@ class Programs:
 
 
 def decode_step(
-    model: Transformer, kv_pages: KVPages, last_tokens: jax.Array, batch: StepBatch
+    model: Transformer,
+    kv_pages: KVPages,
+    last_tokens: jax.Array,
+    batch: StepBatch,
+    *,
+    attend: AttentionFn,
 ) -> tuple[KVPages, jax.Array]:
     """One token of each decode row: the pages, and the hidden state of the sampled rows [M, D]."""
     token_ids = last_tokens[batch.decode_slots]
-    hidden, kv_pages = model(token_ids, batch.positions, kv_pages, batch.attention, paged_attention)
+    hidden, kv_pages = model(token_ids, batch.positions, kv_pages, batch.attention, attend)
     return kv_pages, hidden[batch.sample_rows]
 
 
 def prefill_step(
-    model: Transformer, kv_pages: KVPages, last_tokens: jax.Array, batch: StepBatch
+    model: Transformer,
+    kv_pages: KVPages,
+    last_tokens: jax.Array,
+    batch: StepBatch,
+    *,
+    attend: AttentionFn,
 ) -> tuple[KVPages, jax.Array, jax.Array]:
     """Chunks of prompts, and the decodes that ride along. Gives the prefill rows' hidden state [C, D] too."""
     num_decodes = batch.decode_slots.shape[0]
     token_ids = batch.token_ids.at[:num_decodes].set(last_tokens[batch.decode_slots])
-    hidden, kv_pages = model(token_ids, batch.positions, kv_pages, batch.attention, paged_attention)
+    hidden, kv_pages = model(token_ids, batch.positions, kv_pages, batch.attention, attend)
     return kv_pages, hidden[batch.sample_rows], hidden[num_decodes:]
 
 
@@ -89,59 +105,109 @@ def prompt_logprobs_step(model: Transformer, hidden: jax.Array, target_ids: jax.
 def set_counts_step(
     slots: SlotState, slot: jax.Array, token_ids: jax.Array, num_prompt: jax.Array, num_total: jax.Array
 ) -> SlotState:
-    """Sets a slot's counts of tokens at the admission of a sequence with penalties."""
-    mask, counts = set_counts(slots.prompt_mask, slots.output_counts, slot, token_ids, num_prompt, num_total)
+    """Sets a slot's counts of tokens at the admission of a sequence with penalties.
+
+    Args:
+      slots: of the group.
+      slot: int32 [1]; the last slot where the sequence is another group's.
+      token_ids: int32 [1, max_model_len], padded with whatever.
+      num_prompt: int32 [1], tokens of the prompt.
+      num_total: int32 [1], tokens of prompt and output.
+    """
+    mask, counts = set_counts(
+        slots.prompt_mask, slots.output_counts, slot[0], token_ids[0], num_prompt[0], num_total[0]
+    )
     return SlotState(slots.last_tokens, mask, counts)
 
 
 def compile_programs(
-    model: Transformer, model_config: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig
+    model: Transformer,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    mesh: Mesh | None = None,
 ) -> Programs:
-    """Compiles all, several at once. `model` may be abstract: only its shapes are read."""
+    """Compiles all, several at once. `model` may be abstract: only its shapes and shardings are read."""
+    config = model.config
+    rows_lie = None if mesh is None else row_sharding(mesh)
+    pages_lie = None if mesh is None else page_sharding(mesh)
     leaves, treedef = jax.tree.flatten(model)
-    params = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    kv_pages = jax.eval_shape(lambda: create_kv_pages(model_config, cache))
-    slots = jax.eval_shape(lambda: create_slots(model_config, scheduler.max_num_seqs))
+    params = [_abstract(leaf, None if mesh is None else leaf.sharding) for leaf in leaves]
+    kv_pages = _abstract(jax.eval_shape(lambda: create_kv_pages(config, cache, mesh)), pages_lie)
+    slots = _abstract(jax.eval_shape(lambda: create_slots(config, scheduler.max_num_seqs, mesh)), rows_lie)
     batcher = StepBatcher(scheduler, cache)
+    attend = make_attention(mesh)
     hidden_dtype = leaves[0].dtype
 
-    def hidden(rows: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, model_config.hidden_size), hidden_dtype)
+    def rows(*shape: int, dtype: DTypeLike = np.int32) -> jax.ShapeDtypeStruct:
+        whole = (shape[0] * num_groups(mesh), *shape[1:])
+        return jax.ShapeDtypeStruct(whole, dtype, sharding=rows_lie)
 
-    def integers(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, np.int32)
-
-    def compile_one(step: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Program:
+    def with_model(step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         def run(params: list[jax.Array], *args: Any) -> Any:
-            return step(jax.tree.unflatten(treedef, params), *args)
+            return step(jax.tree.unflatten(treedef, params), *args, **options)
 
         run.__name__ = step.__name__
-        return jax.jit(run, donate_argnums=donate).lower(params, *args).compile()
+        return run
 
     def compile_forward(bucket: Bucket) -> Program:
-        step = prefill_step if bucket.num_prefill_rows else decode_step
-        batch = batcher.build(StepPlan(0, (), ()), bucket).batch
-        return compile_one(step, kv_pages, slots.last_tokens, batch, donate=(1,))
+        batch = _abstract(batcher.build(StepPlan(0, (), ()), bucket).batch, rows_lie)
+        args = (params, kv_pages, slots.last_tokens, batch)
+        if bucket.num_prefill_rows:
+            step, out = prefill_step, (pages_lie, rows_lie, rows_lie)
+        else:
+            step, out = decode_step, (pages_lie, rows_lie)
+        return _compile(with_model(step, attend=attend), mesh, args, out=out, donate=1)
 
     def compile_sample(size: int) -> Program:
         none = np.zeros(0, np.int32)
-        sampling = batcher.sampling_rows.gather(none, none, none, size)
-        return compile_one(sample_step, slots, hidden(size), integers(size), sampling, donate=(1,))
+        sampling = _abstract(batcher.sampling_rows.gather(none, none, none, size), rows_lie)
+        args = (params, slots, rows(size, config.hidden_size, dtype=hidden_dtype), rows(size), sampling)
+        return _compile(with_model(sample_step), mesh, args, out=rows_lie, donate=1)
 
-    def compile_prompt_logprobs(rows: int) -> Program:
-        return compile_one(prompt_logprobs_step, hidden(rows), integers(rows))
+    def compile_prompt_logprobs(size: int) -> Program:
+        args = (params, rows(size, config.hidden_size, dtype=hidden_dtype), rows(size))
+        return _compile(with_model(prompt_logprobs_step), mesh, args, out=rows_lie)
 
     prefill_rows = sorted({bucket.num_prefill_rows for bucket in batcher.buckets} - {0})
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:
         forward = pool.map(compile_forward, batcher.buckets)
         sample = pool.map(compile_sample, batcher.sample_sizes)
         prompt_logprobs = pool.map(compile_prompt_logprobs, prefill_rows)
-        lowered = jax.jit(set_counts_step, donate_argnums=0).lower(
-            slots, integers(), integers(scheduler.max_model_len), integers(), integers()
-        )
+        args = (slots, rows(1), rows(1, scheduler.max_model_len), rows(1), rows(1))
         return Programs(
             forward=dict(zip(batcher.buckets, forward, strict=True)),
             sample=dict(zip(batcher.sample_sizes, sample, strict=True)),
             prompt_logprobs=dict(zip(prefill_rows, prompt_logprobs, strict=True)),
-            set_counts=lowered.compile(),
+            set_counts=_compile(set_counts_step, mesh, args, num_shared=0, out=rows_lie, donate=0),
         )
+
+
+def _abstract(tree: Any, sharding: NamedSharding | None) -> Any:
+    """The shapes of a pytree's arrays, which all lie alike."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def _compile(
+    step: Callable[..., Any],
+    mesh: Mesh | None,
+    args: tuple[Any, ...],
+    *,
+    out: Any,
+    num_shared: int = 1,
+    donate: int | tuple[int, ...] = (),
+) -> Program:
+    """Compiles a step for abstract arguments.
+
+    Args:
+      step: computes one group.
+      mesh: of all groups; None is one group on one device.
+      args: all groups' arguments.
+      out: on a mesh, where the results lie: a sharding for each, or for all.
+      num_shared: leading arguments that groups have in common.
+      donate: arguments whose memory the results take.
+    """
+    if mesh is None:
+        return jax.jit(step, donate_argnums=donate).lower(*args).compile()
+    whole = over_groups(step, mesh, num_shared=num_shared)
+    whole.__name__ = step.__name__
+    return jax.jit(whole, donate_argnums=donate, out_shardings=out).lower(*args).compile()

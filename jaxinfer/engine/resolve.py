@@ -8,9 +8,17 @@ from typing import Any, Protocol
 
 from absl import logging
 
-from jaxinfer.config import CacheConfig, ConfigError, EngineConfig, ModelConfig, SchedulerConfig
+from jaxinfer.config import (
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    parse_mesh,
+)
 from jaxinfer.engine.step_batch import PREFILL_TILE, padded_rows
 from jaxinfer.memory.ledger import GIB, choose_num_pages, itemsize, kv_bytes_per_token
+from jaxinfer.parallel.layout import device_share, padding
 from jaxinfer_kernels import kv_tile_tokens
 
 # On a host, whose memory other programs share, the cache takes so much unless told otherwise.
@@ -42,8 +50,8 @@ def check(config: EngineConfig) -> None:
     Raises:
       ConfigError: names the flag, its value, and what it may be.
     """
-    if config.mesh != "1x1":
-        raise ConfigError(f"mesh={config.mesh!r} must be 1x1: this version runs on one device")
+    if parse_mesh(config.mesh).data > 1:
+        raise ConfigError(f"mesh={config.mesh} must be 1xT: no data-parallel groups yet")
     for name in ("dtype", "kv_cache_dtype"):
         value = getattr(config, name)
         if value not in ("auto", *DTYPES):
@@ -87,8 +95,12 @@ def resolve(config: EngineConfig, model: ModelConfig, device: Device) -> Resolve
                 "where XLA converts the whole cache at each step"
             )
         kv_dtype = "float32"
+    mesh = parse_mesh(config.mesh)
+    for name, (before, after) in padding(model, mesh.tensor).items():
+        logging.info("mesh=%s: %s is laid out as %d instead of %d", mesh, name, after, before)
     size = itemsize(kv_dtype)
-    budget_bytes = config.kv_cache_bytes or _kv_budget(config, model, device, itemsize(dtype))
+    share = device_share(model, mesh.tensor)
+    budget_bytes = config.kv_cache_bytes or _kv_budget(config, share, device, itemsize(dtype))
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ConfigError(
@@ -97,7 +109,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: Device) -> Resolve
         )
     if config.max_model_len is None:
         # Nobody asked for the model's own limit, which may be far more than the cache holds.
-        token_bytes = kv_bytes_per_token(model, size)
+        token_bytes = kv_bytes_per_token(share, size)
         held = config.num_pages * config.page_size if config.num_pages else budget_bytes // token_bytes
         fitting = max(held // config.page_size - 1, 1) * config.page_size
         if fitting < max_model_len:
@@ -106,7 +118,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: Device) -> Resolve
             )
             max_model_len = fitting
     num_pages = choose_num_pages(
-        model,
+        share,
         page_size=config.page_size,
         itemsize=size,
         max_model_len=max_model_len,
@@ -130,11 +142,12 @@ def resolve(config: EngineConfig, model: ModelConfig, device: Device) -> Resolve
     return ResolvedConfig(dtype, scheduler, CacheConfig(config.page_size, num_pages, kv_dtype))
 
 
-def _kv_budget(config: EngineConfig, model: ModelConfig, device: Device, weight_bytes: int) -> int:
-    """Bytes for the KV cache: what `memory_utilization` leaves beside the weights."""
-    num_weights = _num_weights(model)
+def _kv_budget(config: EngineConfig, share: ModelConfig, device: Device, weight_bytes: int) -> int:
+    """Bytes for the KV cache on each device: what `memory_utilization` leaves beside its weights."""
+    num_weights = _num_weights(share)
     if device.platform == "cpu":
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        num_devices = parse_mesh(config.mesh).num_devices  # which share the host's memory
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_devices
         left = int(total * config.memory_utilization) - num_weights * weight_bytes
         return max(0, min(CPU_KV_CACHE_BYTES, left))
     total = device.memory_stats()["bytes_limit"]  # type: ignore[index]

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from jaxinfer.config import CacheConfig, ModelConfig, SchedulerConfig
+from jaxinfer.config import CacheConfig, SchedulerConfig
 from jaxinfer.engine.kv_cache import create_kv_pages, create_slots
 from jaxinfer.engine.programs import LogprobArrays, Programs
 from jaxinfer.engine.step_batch import StepBatcher, padded_rows
@@ -34,16 +35,16 @@ class Runner:
         self,
         model: Transformer,
         programs: Programs,
-        model_config: ModelConfig,
         cache: CacheConfig,
         scheduler: SchedulerConfig,
+        mesh: Mesh | None = None,
     ) -> None:
         self._params = jax.tree.leaves(model)
         self._programs = programs
         self._batcher = StepBatcher(scheduler, cache)
         self._max_model_len = scheduler.max_model_len
-        self.kv_pages = create_kv_pages(model_config, cache)
-        self.slots = create_slots(model_config, scheduler.max_num_seqs)
+        self.kv_pages = create_kv_pages(model.config, cache, mesh)
+        self.slots = create_slots(model.config, scheduler.max_num_seqs, mesh)
         self.num_padding_rows = 0  # rows computed for nothing, so far
 
     def launch(self, plan: StepPlan) -> InFlight:
@@ -82,10 +83,11 @@ class Runner:
 
     def _set_counts(self, seq: ScheduledSeq) -> None:
         sequence = seq.sequence
-        token_ids = np.zeros(self._max_model_len, np.int32)
-        token_ids[: len(sequence.token_ids)] = sequence.token_ids
-        numbers = (np.int32(sequence.num_prompt_tokens), np.int32(len(sequence.token_ids)))
-        self.slots = self._programs.set_counts(self.slots, np.int32(seq.slot), token_ids, *numbers)
+        token_ids = np.zeros((1, self._max_model_len), np.int32)
+        token_ids[0, : len(sequence.token_ids)] = sequence.token_ids
+        numbers = (seq.slot, sequence.num_prompt_tokens, len(sequence.token_ids))
+        slot, num_prompt, num_total = (np.array([number], np.int32) for number in numbers)
+        self.slots = self._programs.set_counts(self.slots, slot, token_ids, num_prompt, num_total)
 
 
 def _read_prompt_logprobs(step: InFlight) -> dict[int, tuple[TokenLogprobs, ...]]:

@@ -35,6 +35,19 @@ def linear(
     return out.astype(out_dtype or x.dtype)
 
 
+def unfuse(x: jax.Array, sizes: tuple[int, ...], num_blocks: int) -> list[jax.Array]:
+    """The parts of a fused product, whose leading dimension is `num_blocks` blocks with a slice of each part.
+
+    Args:
+      x: [sum of sizes, ...].
+      sizes: of the parts; each is a multiple of num_blocks.
+      num_blocks: devices that the rows are divided among, a block each (parallel/layout.py).
+    """
+    blocks = x.reshape(num_blocks, -1, *x.shape[1:])
+    ends = np.cumsum(sizes)[:-1] // num_blocks
+    return [part.reshape(-1, *x.shape[1:]) for part in jnp.split(blocks, ends, axis=1)]
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, axis: int) -> jax.Array:
     """Root-mean-square norm over an axis, in float32; the result has x's dtype."""
     x32 = x.astype(jnp.float32)

@@ -6,6 +6,9 @@ them took 33 ms instead of 51 at T=4, 72 instead of 79 at T=32, and 88 instead o
 
 Dims: T tokens of this step, R rows that need logits, N query heads, K key/value heads, H head_dim,
 D hidden, F ffn, V vocab. Parameter paths mirror Hugging Face's, but for the fused ones.
+
+On a mesh the weights' shardings and four `constrain`s a layer make it tensor parallel: the devices
+divide the heads and the ffn, and each of the two products that bring them together ends in an all-reduce.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from jaxinfer.models.layers import (
     linear,
     rope_table,
     soft_cap,
+    unfuse,
 )
+from jaxinfer.parallel.mesh import TENSOR, constrain
 
 # One layer's part of the KV cache: whatever the attention function takes and gives back.
 KVPages = Any
@@ -75,9 +80,9 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, KVPages]:
         """x [D, T] -> [D, T], and the layer's pages with this step's k and v written."""
         config, num_tokens = self.config, x.shape[1]
-        heads = self.qkv_proj(x).reshape(-1, config.head_dim, num_tokens).transpose(2, 0, 1)
-        num_q, num_kv = config.num_attention_heads, config.num_key_value_heads
-        q, k, v = jnp.split(heads, (num_q, num_q + num_kv), axis=1)
+        heads = self.qkv_proj(x).reshape(-1, config.head_dim, num_tokens)
+        sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        q, k, v = (part.transpose(2, 0, 1) for part in unfuse(heads, sizes, config.tensor_parallel))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, kv_pages = attend(
@@ -92,21 +97,23 @@ class Attention(nnx.Module):
         )
         # Without the barrier XLA folds the transpose into the product, which is then the slower form.
         out = lax.optimization_barrier(out.reshape(num_tokens, -1).T.astype(x.dtype))
-        return self.o_proj(out), kv_pages
+        return constrain(self.o_proj(constrain(out, TENSOR))), kv_pages
 
 
 class MLP(nnx.Module):
     """down(act(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike) -> None:
-        self.hidden_act = config.hidden_act
+        self.config = config
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, dtype, config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, dtype, config.mlp_bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[D, T] -> [D, T]."""
-        gate, up = jnp.split(self.gate_up_proj(x), 2)
-        return self.down_proj(activation(self.hidden_act)(gate) * up)
+        config = self.config
+        sizes = (config.intermediate_size,) * 2
+        gate, up = unfuse(self.gate_up_proj(x), sizes, config.tensor_parallel)
+        return constrain(self.down_proj(constrain(activation(config.hidden_act)(gate) * up, TENSOR)))
 
 
 class DecoderLayer(nnx.Module):
@@ -168,7 +175,7 @@ class Backbone(nnx.Module):
     """Embeddings, layers and the final norm: `model.` in Hugging Face's names."""
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike) -> None:
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.embed_tokens = Embedding(config.padded_vocab_size, config.hidden_size, dtype)
         self.layers = nnx.List([DecoderLayer(config, dtype) for _ in config.layers])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -185,7 +192,7 @@ class Transformer(nnx.Module):
         self.config = config
         self.model = Backbone(config, dtype)
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
+            self.lm_head = Linear(config.hidden_size, config.padded_vocab_size, dtype)
 
     def __call__(
         self,
@@ -208,7 +215,7 @@ class Transformer(nnx.Module):
           hidden [T, D] in the weights' dtype, and the kv_pages after the writes.
         """
         config = self.config
-        x = self.model.embed_tokens(token_ids).T
+        x = constrain(self.model.embed_tokens(token_ids).T)
         if config.embedding_scale != 1.0:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         distinct = dict.fromkeys(layer.rope for layer in config.layers)
@@ -225,4 +232,5 @@ class Transformer(nnx.Module):
         """hidden [R, D] -> float32 logits [R, V], soft-capped where the model says so."""
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         scores = linear(head.weight[...], hidden.T, out_dtype=jnp.float32).T
+        scores = constrain(scores)[:, : self.config.vocab_size]  # every device samples from all of them
         return soft_cap(scores, self.config.final_logit_softcapping)

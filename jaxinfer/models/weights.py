@@ -21,12 +21,12 @@ from jax.typing import DTypeLike
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.transformer import Transformer
+from jaxinfer.parallel.layout import part_size, partitioned, runs, split_axis
+from jaxinfer.parallel.mesh import parameter_sharding, tensor_parallel
 from jaxinfer_checkpoints.reader import CheckpointReader, Problems
 
 Index = tuple[slice, ...]
 Transform = Literal["none", "add_one", "unpermute"]
-# (parameter path, shape) -> where the parameter lies.
-ShardingFn = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
 INIT_SCALE = 0.02  # standard deviation of random weights, Hugging Face's initializer_range
 
@@ -95,23 +95,29 @@ NO_WEIGHTS = re.compile(
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The rows of a parameter that are one tensor of the checkpoint; most parameters have one part.
+class _Piece:
+    """Rows or columns of a tensor of the checkpoint, in a row in a parameter; most have one piece.
 
     Attributes:
       path: Hugging Face's name of the tensor.
-      first_row: of the parameter.
-      shape: of the part.
+      shape: of the tensor.
+      axis: 0 for rows, 1 for columns.
+      source: the first one in the tensor.
+      target: the first one in the parameter.
+      size: how many.
     """
 
     path: str
-    first_row: int
     shape: tuple[int, ...]
+    axis: int
+    source: int
+    target: int
+    size: int
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a part comes from."""
+    """Where a tensor comes from."""
 
     name: str
     transform: Transform
@@ -121,8 +127,7 @@ def load_model(
     reader: CheckpointReader,
     model_config: ModelConfig,
     dtype: DTypeLike,
-    *,
-    sharding: ShardingFn | None = None,
+    mesh: Mesh | None = None,
 ) -> Transformer:
     """The model with the checkpoint's weights, streamed leaf by leaf.
 
@@ -130,120 +135,154 @@ def load_model(
       reader: an open checkpoint.
       model_config: made from the same checkpoint.
       dtype: of the weights; norms stay float32.
-      sharding: where each parameter lies; None puts all on the first device.
+      mesh: where the parameters lie, each device's part read once; None puts all on the first device.
 
     Raises:
       CheckpointError: with the names of all missing, unexpected and misshapen tensors.
     """
-    abstract = abstract_model(model_config, dtype)
+    abstract = abstract_model(model_config, dtype, mesh)
     sources = _match(reader, model_config, abstract)
 
-    def read(part: _Part, index: Index) -> np.ndarray:
-        source = sources[part.path]
+    def read(piece: _Piece, index: Index) -> np.ndarray:
+        source = sources[piece.path]
         if source.transform == "unpermute":
-            values = _read_unpermuted(reader, source.name, index, part.shape, model_config.head_dim)
+            values = _read_unpermuted(reader, source.name, index, piece.shape, model_config.head_dim)
         else:
             values = reader.read(source.name, index)
         return values.astype(np.float32) + np.float32(1.0) if source.transform == "add_one" else values
 
-    return _fill(abstract, read, sharding)
+    return _fill(abstract, model_config, read)
 
 
 def random_model(
-    model_config: ModelConfig, dtype: DTypeLike, seed: int, *, sharding: ShardingFn | None = None
+    model_config: ModelConfig, dtype: DTypeLike, seed: int, mesh: Mesh | None = None
 ) -> Transformer:
     """The model with random weights of Hugging Face's initial scale (load_format=dummy)."""
-    abstract = abstract_model(model_config, dtype)
-    parts = [part for path, leaf in _leaves(abstract).items() for part in _parts(path, leaf, model_config)]
-    order = {part.path: i for i, part in enumerate(parts)}
+    abstract = abstract_model(model_config, dtype, mesh)
+    order = {path: i for i, path in enumerate(_tensor_shapes(abstract, model_config))}
 
-    def draw(part: _Part, index: Index) -> np.ndarray:
+    def draw(piece: _Piece, index: Index) -> np.ndarray:
         shape = tuple(axis.stop - axis.start for axis in index)
-        if part.path.endswith("norm.weight"):
+        if piece.path.endswith("norm.weight"):
             return np.ones(shape, np.float32)
         # Seeded by the place, so that shards of one parameter differ.
-        rng = np.random.default_rng([seed, order[part.path], *(axis.start for axis in index)])
+        rng = np.random.default_rng([seed, order[piece.path], *(axis.start for axis in index)])
         return rng.standard_normal(shape, dtype=np.float32) * np.float32(INIT_SCALE)
 
-    return _fill(abstract, draw, sharding)
+    return _fill(abstract, model_config, draw)
 
 
-def abstract_model(config: ModelConfig, dtype: DTypeLike) -> Transformer:
-    """The model with shapes for weights."""
-    return nnx.eval_shape(lambda: Transformer(config, dtype))
+def abstract_model(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> Transformer:
+    """The model laid out for a mesh, with shapes for weights, and shardings where there is a mesh."""
+    laid_out = partitioned(config, tensor_parallel(mesh))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(laid_out, dtype)))
+    leaves = []
+    for path, param in nnx.to_flat_state(state):
+        leaf = param.get_value()
+        place = None if mesh is None else parameter_sharding(mesh, _name(path))
+        leaves.append((path, param.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place))))
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
-def _leaves(model: Transformer) -> dict[str, jax.ShapeDtypeStruct]:
-    """Parameter path -> shape and dtype."""
-    return {path: leaf for path, leaf, _ in _walk(model)}
+def _name(path: tuple[object, ...]) -> str:
+    return ".".join(str(part) for part in path)
 
 
-def _walk(model: Transformer) -> Iterator[tuple[str, jax.ShapeDtypeStruct, nnx.Param]]:
+def _walk(model: Transformer) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
+    """Parameter path, and shape and dtype."""
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        yield ".".join(str(part) for part in path), param.get_value(), param
+        yield _name(path), param.get_value()
 
 
-def _parts(path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig) -> tuple[_Part, ...]:
-    """What a parameter is made of, in order."""
-    q_dim = config.num_attention_heads * config.head_dim
-    kv_dim = config.num_key_value_heads * config.head_dim
-    ffn_dim = config.intermediate_size
-    fused = {
-        "qkv_proj": {"q_proj": q_dim, "k_proj": kv_dim, "v_proj": kv_dim},
-        "gate_up_proj": {"gate_proj": ffn_dim, "up_proj": ffn_dim},
+def _tensor_shapes(abstract: Transformer, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Path -> shape of each tensor that the parameters are made of, in order."""
+    return {
+        piece.path: piece.shape
+        for path, leaf in _walk(abstract)
+        for piece in _pieces(path, leaf, config, abstract.config.tensor_parallel)
     }
+
+
+def _pieces(
+    path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig, tensor_parallel: int
+) -> tuple[_Piece, ...]:
+    """What a parameter is made of, in order. `config` is the checkpoint's."""
+    axis = split_axis(path)
+    if axis is None:
+        return (_Piece(path, leaf.shape, 0, 0, 0, leaf.shape[0]),)
     module = path.split(".")[-2]
-    parts, first_row = [], 0
-    for name, num_rows in fused.get(module, {module: leaf.shape[0]}).items():
-        parts.append(_Part(path.replace(module, name), first_row, (num_rows, *leaf.shape[1:])))
-        first_row += num_rows
-    return tuple(parts)
+    pieces = []
+    for run in runs(module, config, tensor_parallel):
+        shape = (*leaf.shape[:axis], part_size(run.part, config), *leaf.shape[axis + 1 :])
+        name = path.replace(module, run.part)
+        pieces.append(_Piece(name, shape, axis, run.source, run.target, run.size))
+    return tuple(pieces)
 
 
-# The slice of a part.
-ReadFn = Callable[[_Part, Index], np.ndarray]
+# The slice of a piece's tensor.
+ReadFn = Callable[[_Piece, Index], np.ndarray]
 
 
-def _fill(abstract: Transformer, read: ReadFn, sharding: ShardingFn | None) -> Transformer:
+def _fill(abstract: Transformer, config: ModelConfig, read: ReadFn) -> Transformer:
     """The model with each leaf made of what `read` gives for each shard's slice."""
-    place = sharding or _on_first_device()
     graph, state = nnx.split(abstract)
+    first_device = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("one",)), PartitionSpec())
     filled = []
     for path, param in nnx.to_flat_state(state):
-        name, leaf = ".".join(str(part) for part in path), param.get_value()
-        parts = _parts(name, leaf, abstract.config)
-        array = jax.make_array_from_callback(
-            leaf.shape,
-            place(name, leaf.shape),
-            lambda index, parts=parts, leaf=leaf: _in_blocks(read, parts, leaf, _bounded(index, leaf.shape)),
-        )
+        leaf = param.get_value()
+        pieces = _pieces(_name(path), leaf, config, abstract.config.tensor_parallel)
+        shard = _read_once(read, pieces, leaf)
+        array = jax.make_array_from_callback(leaf.shape, leaf.sharding or first_device, shard)
         filled.append((path, param.replace(array)))
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
-def _on_first_device() -> ShardingFn:
-    one = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("model",)), PartitionSpec())
-    return lambda path, shape: one
+def _read_once(
+    read: ReadFn, pieces: tuple[_Piece, ...], leaf: jax.ShapeDtypeStruct
+) -> Callable[[Index | None], np.ndarray]:
+    """Gives a shard of a parameter, from memory where another device has it too."""
+    shards: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def shard(index: Index | None) -> np.ndarray:
+        bounded = _bounded(index, leaf.shape)
+        key = tuple((axis.start, axis.stop) for axis in bounded)
+        if key not in shards:
+            shards[key] = _in_blocks(read, pieces, leaf, bounded)
+        return shards[key]
+
+    return shard
 
 
 def _in_blocks(
-    read: ReadFn, parts: tuple[_Part, ...], leaf: jax.ShapeDtypeStruct, index: Index
+    read: ReadFn, pieces: tuple[_Piece, ...], leaf: jax.ShapeDtypeStruct, index: Index
 ) -> np.ndarray:
-    """The parameter's slice, each part read some rows at a time into one buffer that XLA need not copy."""
+    """The parameter's slice, each piece read some rows at a time into one buffer that XLA need not copy."""
     shape = tuple(axis.stop - axis.start for axis in index)
     num_bytes = math.prod(shape) * leaf.dtype.itemsize
-    raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    raw = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     out = raw[start : start + num_bytes].view(leaf.dtype).reshape(shape)
     rows = max(1, _BLOCK_BYTES * shape[0] // max(num_bytes, 1))
-    for part in parts:
-        begin = max(index[0].start - part.first_row, 0)
-        end = min(index[0].stop - part.first_row, part.shape[0])
-        place = part.first_row - index[0].start  # of the part's row 0 in the buffer
-        for first in range(begin, end, rows):  # none where the part lies outside the slice
-            last = min(first + rows, end)
-            out[place + first : place + last] = read(part, (slice(first, last), *index[1:]))
+    for piece in pieces:
+        begin = max(index[piece.axis].start, piece.target)
+        end = min(index[piece.axis].stop, piece.target + piece.size)
+        if begin >= end:  # the piece lies outside the slice
+            continue
+        filled = _with(index, piece.axis, slice(begin, end))
+        for first in range(filled[0].start, filled[0].stop, rows):
+            block = _with(filled, 0, slice(first, min(first + rows, filled[0].stop)))
+            source = _with(block, piece.axis, _moved(block[piece.axis], piece.source - piece.target))
+            place = tuple(_moved(part, -whole.start) for part, whole in zip(block, index, strict=True))
+            out[place] = read(piece, source)
     return out
+
+
+def _with(index: Index, axis: int, part: slice) -> Index:
+    return (*index[:axis], part, *index[axis + 1 :])
+
+
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
 
 
 def _bounded(index: Index | None, shape: tuple[int, ...]) -> Index:
@@ -256,13 +295,12 @@ def _bounded(index: Index | None, shape: tuple[int, ...]) -> Index:
 
 
 def _match(reader: CheckpointReader, config: ModelConfig, abstract: Transformer) -> dict[str, _Source]:
-    """Part's path -> source, for the parts of all parameters.
+    """Path -> source, for the tensors of all parameters.
 
     Raises:
       CheckpointError: naming everything that does not fit.
     """
-    leaves = _leaves(abstract).items()
-    shapes = {part.path: part.shape for path, leaf in leaves for part in _parts(path, leaf, config)}
+    shapes = _tensor_shapes(abstract, config)
     table = [(re.compile(rule.pattern), rule) for rule in rules(config, reader.format)]
     sources: dict[str, _Source] = {}
     tied_heads: list[str] = []

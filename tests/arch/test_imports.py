@@ -63,6 +63,7 @@ JAX_FREE = (
     "jaxinfer",
     "jaxinfer.config",
     "jaxinfer.types",
+    "jaxinfer.parallel.layout",
     "jaxinfer.engine.page_pool",
     "jaxinfer.engine.prefix_cache",
     "jaxinfer.engine.scheduler",

@@ -1,38 +1,56 @@
-"""What the compiled programs do to memory: the cache is written in place, in every bucket."""
+"""What the compiled programs do to memory, and between devices: the cache is written in place, in every
+bucket, and a layer has two all-reduces."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
+import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.config import CacheConfig, SchedulerConfig
-from jaxinfer.engine.programs import Programs, compile_programs
+from jaxinfer.config import CacheConfig, MeshConfig, SchedulerConfig, parse_mesh
+from jaxinfer.engine.programs import Program, Programs, compile_programs
 from jaxinfer.models.families import load_model_config
 from jaxinfer.models.weights import abstract_model
+from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer_checkpoints import open_checkpoint
 from tests.integration.engines import MODELS
 
+NUM_LAYERS = 4
 NUM_PAGES = 4096
-KV_BYTES = 4 * 2 * NUM_PAGES * 16 * 2 * 16 * 4  # 4 layers of K and V; 2 heads of 16, float32
+KV_BYTES = NUM_LAYERS * 2 * NUM_PAGES * 16 * 2 * 16 * 4  # K and V; 2 heads of 16, float32
+COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-\w+)(?:-start)?\(")
+
+
+@pytest.fixture(scope="module", params=["1x1", "1x2"])
+def mesh_config(request: pytest.FixtureRequest) -> MeshConfig:
+    return parse_mesh(request.param)
 
 
 @pytest.fixture(scope="module")
-def programs() -> Programs:
+def programs(mesh_config: MeshConfig) -> Programs:
     reader = open_checkpoint(MODELS / "llama")
     config = load_model_config(reader)
-    assert (config.num_hidden_layers, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
+    assert (config.num_hidden_layers, config.num_key_value_heads, config.head_dim) == (NUM_LAYERS, 2, 16)
     cache = CacheConfig(page_size=16, num_pages=NUM_PAGES, dtype="float32")
     scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)
-    return compile_programs(abstract_model(config, jnp.dtype("float32")), config, cache, scheduler)
+    mesh = make_mesh(mesh_config, jax.devices())
+    return compile_programs(abstract_model(config, jnp.dtype("float32"), mesh), cache, scheduler, mesh)
 
 
-def test_every_step_writes_the_cache_in_place(programs: Programs) -> None:
-    """A copy of one layer's pages would be 16 MiB of temporaries."""
+def collectives(program: Program) -> Counter[str]:
+    return Counter(COLLECTIVE.findall(program.as_text()))  # type: ignore[attr-defined]
+
+
+def test_every_step_writes_the_cache_in_place(programs: Programs, mesh_config: MeshConfig) -> None:
+    """A copy of one layer's pages would be 16 MiB of temporaries, or that by the devices of a group."""
     shapes = {(b.num_decodes, b.num_prefill_rows) for b in programs.forward}
     assert shapes == {(1, 0), (4, 0), (0, 64), (4, 64)}
     for bucket, program in programs.forward.items():
         memory = program.memory_analysis()  # type: ignore[attr-defined]
-        assert memory.alias_size_in_bytes == KV_BYTES, bucket
+        assert memory.alias_size_in_bytes == KV_BYTES // mesh_config.tensor, bucket
         assert memory.temp_size_in_bytes < 2**20, bucket
 
 
@@ -40,3 +58,13 @@ def test_sampling_keeps_the_slots_in_place(programs: Programs) -> None:
     for size, program in programs.sample.items():
         memory = program.memory_analysis()  # type: ignore[attr-defined]
         assert memory.alias_size_in_bytes > 0, size
+
+
+def test_a_layer_has_two_all_reduces(programs: Programs, mesh_config: MeshConfig) -> None:
+    """And the embedding one; the logits are gathered where they are sampled. Groups exchange nothing."""
+    divided = mesh_config.tensor > 1
+    for bucket, program in programs.forward.items():
+        assert collectives(program) == Counter({"all-reduce": divided * (2 * NUM_LAYERS + 1)}), bucket
+    for size, program in (programs.sample | programs.prompt_logprobs).items():  # type: ignore[operator]
+        assert collectives(program) == Counter({"all-gather": int(divided)}), size
+    assert collectives(programs.set_counts) == Counter()

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
+from jaxinfer.config import LayerConfig, MeshConfig, ModelConfig, RopeConfig
 from jaxinfer.models import weights
 from jaxinfer.models.transformer import Transformer
 from jaxinfer.models.weights import load_model, random_model
+from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer_checkpoints import CheckpointError, TensorInfo
 
 F32 = jnp.dtype("float32")
@@ -61,10 +63,12 @@ class FakeReader:
             name: TensorInfo(name, a.shape, "F32") for name, a in arrays.items()
         }
         self.rows: list[tuple[str, int]] = []
+        self.num_values: dict[str, int] = dict.fromkeys(arrays, 0)
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         values = self.arrays[name][index if index is not None else ...]
         self.rows.append((name, len(values)))
+        self.num_values[name] += values.size
         return values
 
     def close(self) -> None:
@@ -263,19 +267,92 @@ def test_weights_take_the_dtype_and_norms_stay_float32() -> None:
         assert values.dtype == (np.float32 if name.endswith("norm.weight") else jnp.bfloat16), name
 
 
-def test_each_parameter_lies_where_the_sharding_says() -> None:
-    mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
-    asked = {}
+def on_devices(model: Transformer) -> dict[str, list[np.ndarray]]:
+    """Parameter path -> what each device holds."""
+    flat = nnx.to_flat_state(nnx.state(model))
+    return {
+        ".".join(map(str, path)): [np.asarray(shard.data) for shard in param.get_value().addressable_shards]
+        for path, param in flat
+    }
 
-    def sharding(path: str, shape: tuple[int, ...]) -> NamedSharding:
-        asked[path] = NamedSharding(mesh, PartitionSpec("model" if len(shape) == 2 else None))
-        return asked[path]
 
+@pytest.mark.parametrize("devices", [2, 4])
+def test_each_device_holds_its_heads_and_its_ffn(devices: int) -> None:
+    """4 query heads on 2 kv heads: over 4 devices each kv head lies on two of them."""
+    config = dataclasses.replace(LLAMA, mlp_bias=True, attention_out_bias=True)
+    arrays = arrays_for(config)
+    mesh = make_mesh(MeshConfig(tensor=devices), jax.devices())
+    held = on_devices(load_model(FakeReader("safetensors", arrays), config, F32, mesh=mesh))
+    layer = "model.layers.1."
+
+    def part(name: str, device: int, num_parts: int = devices, axis: int = 0) -> np.ndarray:
+        return np.split(arrays[name], num_parts, axis)[device * num_parts // devices]
+
+    for device in range(devices):
+        for kind in ("weight", "bias"):
+            attention, mlp = layer + "self_attn.{}_proj." + kind, layer + "mlp.{}_proj." + kind
+            kv = [part(attention.format(name), device, min(2, devices)) for name in "kv"]
+            want = np.concatenate([part(attention.format("q"), device), *kv])
+            np.testing.assert_array_equal(held[attention.format("qkv")][device], want)
+            want = np.concatenate([part(mlp.format(name), device) for name in ("gate", "up")])
+            np.testing.assert_array_equal(held[mlp.format("gate_up")][device], want)
+        for name in (layer + "self_attn.o_proj", layer + "mlp.down_proj"):
+            want = part(f"{name}.weight", device, axis=1)
+            np.testing.assert_array_equal(held[f"{name}.weight"][device], want)
+            np.testing.assert_array_equal(held[f"{name}.bias"][device], arrays[f"{name}.bias"])
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            np.testing.assert_array_equal(held[name][device], part(name, device))
+        np.testing.assert_array_equal(held["model.norm.weight"][device], arrays["model.norm.weight"])
+
+
+def test_what_does_not_divide_is_padded_with_zeros() -> None:
+    """24 of ffn, 20 of vocabulary and 2 kv heads over 3 devices: a kv head more, and its query heads."""
     arrays = arrays_for(LLAMA)
-    model = load_model(FakeReader("safetensors", arrays), LLAMA, F32, sharding=sharding)
-    assert set(asked) == set(leaves(model))
-    for path, param in nnx.to_flat_state(nnx.state(model)):
-        assert param.get_value().sharding == asked[".".join(map(str, path))]
+    mesh = make_mesh(MeshConfig(tensor=3), jax.devices())
+    held = on_devices(load_model(FakeReader("safetensors", arrays), LLAMA, F32, mesh=mesh))
+    attention = "model.layers.0.self_attn."
+    assert [part.shape for part in held[attention + "qkv_proj.weight"]] == [(32, 16)] * 3
+    assert not held[attention + "qkv_proj.weight"][2].any()
+    assert not held[attention + "qkv_proj.bias"][2].any()
+    assert not held[attention + "o_proj.weight"][2].any()
+    want = arrays[attention + "o_proj.weight"]
+    np.testing.assert_array_equal(np.concatenate(held[attention + "o_proj.weight"][:2], axis=1), want)
+    head = np.concatenate(held["lm_head.weight"])
+    np.testing.assert_array_equal(head, np.pad(arrays["lm_head.weight"], ((0, 1), (0, 0))))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (4, 2), (8, 1)])
+def test_a_mesh_reads_each_value_once(shape: tuple[int, int]) -> None:
+    """Groups that hold the same parameters share what is read; devices of a group read their own part."""
+    arrays = arrays_for(LLAMA)
+    reader = FakeReader("safetensors", arrays)
+    mesh = make_mesh(MeshConfig(*shape), jax.devices())
+    load_model(reader, LLAMA, F32, mesh=mesh)
+    assert reader.num_values == {name: values.size for name, values in arrays.items()}
+
+
+def test_a_mesh_needs_a_few_tensors_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read is let go of as soon as it is on the devices: here they take nothing."""
+    sizes = []
+
+    def take(shape: tuple[int, ...], sharding: NamedSharding, read: Any) -> jax.ShapeDtypeStruct:
+        for index in sharding.addressable_devices_indices_map(shape).values():
+            sizes.append(read(index).nbytes)
+        return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+
+    config = dataclasses.replace(LLAMA, hidden_size=256, intermediate_size=1024, layers=LLAMA.layers * 8)
+    reader = FakeReader("safetensors", arrays_for(config))
+    mesh = make_mesh(MeshConfig(2, 4), jax.devices())
+    monkeypatch.setattr(jax, "make_array_from_callback", take)
+    tracemalloc.start()
+    try:
+        load_model(reader, config, F32, mesh=mesh)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    largest = 2 * 1024 * 256 * 4
+    assert sum(sizes) > 16 * 2 * largest  # both groups' devices, 16 layers
+    assert peak < 2 * largest
 
 
 def test_random_model_is_repeatable_and_its_norms_are_one() -> None:

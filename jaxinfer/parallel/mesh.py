@@ -1,0 +1,104 @@
+"""The mesh of devices: its axes, where each array lies on it, and how a step runs over it.
+
+Two axes. Along "data" lie groups of devices that serve requests of their own, each with its own pages
+and slots: a step is one program that every group runs on its part of the step's arrays, side by side
+(`over_groups`). Along "tensor" the devices of a group share each layer (Shoeybi et al. 2019, arXiv
+1909.08053): the parameters' shardings and `constrain` tell the compiler how, and only the attention is
+written for one device (ops/attention.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer.config import ConfigError, MeshConfig
+from jaxinfer.parallel.layout import split_axis
+
+DATA, TENSOR = "data", "tensor"
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh | None:
+    """The mesh over the first of `devices`; None for one device, which needs none.
+
+    Raises:
+      ConfigError: too few devices.
+    """
+    if config.num_devices == 1:
+        return None
+    if config.num_devices > len(devices):
+        raise ConfigError(
+            f"mesh={config} needs {config.num_devices} devices, and {len(devices)} "
+            f"({devices[0].platform}) are here; to try it on a CPU, set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={config.num_devices} JAX_PLATFORMS=cpu"
+        )
+    shape = (config.data, config.tensor)
+    return Mesh(
+        np.asarray(devices[: config.num_devices]).reshape(shape),
+        (DATA, TENSOR),
+        axis_types=(AxisType.Auto,) * 2,
+    )
+
+
+def num_groups(mesh: Mesh | None) -> int:
+    """Data-parallel groups."""
+    return 1 if mesh is None else mesh.shape[DATA]
+
+
+def tensor_parallel(mesh: Mesh | None) -> int:
+    """Devices that share each layer."""
+    return 1 if mesh is None else mesh.shape[TENSOR]
+
+
+def parameter_sharding(mesh: Mesh, path: str) -> NamedSharding:
+    """Where a parameter lies; each group has all of it."""
+    axis = split_axis(path)
+    return NamedSharding(mesh, PartitionSpec() if axis is None else PartitionSpec(*(None,) * axis, TENSOR))
+
+
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """Of an array whose leading dimension holds the groups' rows one after another."""
+    return NamedSharding(mesh, PartitionSpec(DATA))
+
+
+def page_sharding(mesh: Mesh) -> NamedSharding:
+    """Of the cache: pages by group, and the rows of a page by kv head."""
+    return NamedSharding(mesh, PartitionSpec(DATA, TENSOR))
+
+
+def over_groups(step: Callable[..., Any], mesh: Mesh, *, num_shared: int) -> Callable[..., Any]:
+    """`step` run by each data-parallel group on its own part of the arguments and results.
+
+    Args:
+      step: takes arrays, or pytrees of them, of one group.
+      mesh: of all groups.
+      num_shared: leading arguments that are the groups' in common: the parameters.
+    """
+
+    def run(*args: Any) -> Any:
+        specs = [PartitionSpec() if i < num_shared else PartitionSpec(DATA) for i in range(len(args))]
+        # "tensor" is left to the compiler inside, and to `constrain`.
+        return jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=tuple(specs),
+            out_specs=PartitionSpec(DATA),
+            axis_names={DATA},
+            check_vma=False,
+        )(*args)
+
+    return run
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Says where a group's activation lies: an axis name for each leading dimension, none is everywhere.
+
+    Outside a step over a mesh it does nothing.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
