@@ -107,6 +107,19 @@ class BenchOptions:
     json_out: Path | None
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """Flags of `jaxinfer.plan`. `batch` None is as many requests as fit."""
+
+    verbosity: int
+    engine: EngineConfig
+    chip: str
+    quantize: str
+    mean_len: int
+    batch: int | None
+    json: bool
+
+
 def generate_options(argv: Sequence[str]) -> GenerateOptions:
     """Raises UsageError, or HelpRequestedError for --help; so do the functions below."""
     values = _parse("generate", argv, _define_engine, _define_sampling, _define_generate)
@@ -164,6 +177,20 @@ def bench_options(argv: Sequence[str], measurements: Sequence[str]) -> BenchOpti
         values.output_len,
         values.num_repeats,
         Path(values.json_out) if values.json_out else None,
+    )
+
+
+def plan_options(argv: Sequence[str]) -> PlanOptions:
+    """Flags of `jaxinfer.plan`."""
+    values = _parse("plan", argv, _define_engine, _define_plan)
+    return PlanOptions(
+        values.verbosity,
+        engine_config(values),
+        values.chip,
+        values.quantize,
+        values.mean_len,
+        values.batch,
+        values.json,
     )
 
 
@@ -419,3 +446,34 @@ def _define_bench(values: FlagValues) -> None:
     ):
         absl_flags.DEFINE_integer(name, start, help_text, lower_bound=1, flag_values=values)
     absl_flags.DEFINE_string("json_out", None, "A file for the figures as JSON.", flag_values=values)
+
+
+def _define_plan(values: FlagValues) -> None:
+    absl_flags.DEFINE_string(
+        "chip",
+        "cpu",
+        "The accelerator: v4, v5e, v5p, v6e, tpu7x, h100, h200, b200; cpu is this machine.",
+        flag_values=values,
+    )
+    absl_flags.DEFINE_enum(
+        "quantize",
+        "none",
+        ["none", "int8", "fp8", "int4"],
+        "Weight-only, of the projections: what would fit. The engine does not quantise weights yet.",
+        flag_values=values,
+    )
+    absl_flags.DEFINE_integer(
+        "mean_len",
+        1024,
+        "Tokens of a request, prompt and output, on average.",
+        lower_bound=1,
+        flag_values=values,
+    )
+    absl_flags.DEFINE_integer(
+        "batch",
+        None,
+        "Requests of the mean length that decode together; none is as many as fit.",
+        lower_bound=1,
+        flag_values=values,
+    )
+    absl_flags.DEFINE_bool("json", False, "Print one JSON object.", flag_values=values)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -112,6 +112,10 @@ class Metrics:
         # Each reason is exported from the start, at 0, so that rates are right from the first one on.
         self._success = {reason: success.labels(reason.value) for reason in FinishReason}
 
+        self._memory = Gauge(
+            "jaxinfer:memory_bytes", "Allocated on a device, by class.", ("class",), registry=self._registry
+        )
+
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"jaxinfer:{name}", text, buckets=buckets, registry=self._registry)
 
@@ -152,6 +156,11 @@ class Metrics:
     def observe_step(self, stats: EngineStats) -> None:
         """Takes the engine's state; costs an assignment, since `render` does the rest."""
         self._stats.latest = stats
+
+    def observe_memory(self, bytes_by_class: Mapping[str, int]) -> None:
+        """Takes what is allocated on a device."""
+        for name, size in bytes_by_class.items():
+            self._memory.labels(name).set(size)
 
     def render(self) -> bytes:
         """The text exposition, of `content_type`."""

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxinfer.config import EngineConfig, SchedulerConfig
+from jaxinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from jaxinfer.memory.ledger import Ledger
+from jaxinfer.memory.measured import MemoryReport
 from jaxinfer.metrics import EngineStats, Metrics
 from jaxinfer.text import Detokenizer, StopStrings
 from jaxinfer.types import (
@@ -119,6 +121,12 @@ class FakeEngine:
             kv_cache_usage=running / self.scheduler_config.max_num_seqs,
             num_steps=self.num_steps,
         )
+
+    def memory(self) -> MemoryReport:
+        """A cache of 8 pages of 100 bytes, and weights that came out larger than planned."""
+        planned = Ledger(2000, 800, 0, 0, 0, 0, host_staging=50)
+        cache = CacheConfig(page_size=16, num_pages=8, dtype="float32")
+        return MemoryReport(planned, {"weights": 2001, "kv_cache": 800}, 4000, None, cache, 100, 3, 2)
 
     def _next(self, sequence: _Sequence) -> TokenOutput:
         request, params = sequence.request, sequence.request.params

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jaxinfer_checkpoints.digest import verify_sha256
 from jaxinfer_checkpoints.gguf import is_gguf, open_gguf, read_gguf_metadata
-from jaxinfer_checkpoints.hub import PINNED_SHA256, resolve_model
+from jaxinfer_checkpoints.hub import PINNED_SHA256, resolve_config, resolve_model
 from jaxinfer_checkpoints.reader import CheckpointError, CheckpointReader, TensorInfo
-from jaxinfer_checkpoints.safetensors import open_safetensors
+from jaxinfer_checkpoints.safetensors import open_safetensors, read_json_object
 
 __all__ = [
     "CheckpointError",
     "CheckpointReader",
     "TensorInfo",
     "open_checkpoint",
+    "read_config",
     "read_gguf_metadata",
+    "resolve_config",
     "resolve_model",
 ]
 
@@ -48,3 +51,28 @@ def open_checkpoint(path: Path, verify: Literal["none", "size", "sha256"] = "siz
     if verify == "sha256":
         verify_sha256(reader.files, PINNED_SHA256)
     return reader
+
+
+def read_config(
+    path: Path,
+) -> tuple[Literal["safetensors", "gguf"], Mapping[str, Any], tuple[TensorInfo, ...]]:
+    """A model's configuration without its weights, which need not be there.
+
+    Args:
+      path: a directory with a config.json, a config.json by whatever name, or a GGUF file.
+
+    Returns:
+      The format, config.json or GGUF metadata, and the tensors that the GGUF header lists.
+
+    Raises:
+      CheckpointError: it is none of these, or unreadable.
+    """
+    if path.is_dir():
+        return "safetensors", read_json_object(path / "config.json", f"{path}: has no config.json"), ()
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or directory")
+    if not is_gguf(path):
+        return "safetensors", read_json_object(path), ()
+    reader = open_gguf(path)
+    reader.close()
+    return "gguf", reader.config, tuple(reader.tensors.values())

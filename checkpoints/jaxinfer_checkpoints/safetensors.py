@@ -27,9 +27,9 @@ def open_safetensors(path: Path) -> MappedReader:
         together, by name: tensors of missing shards, tensors that the index promises and their
         shard lacks, misshapen ones and unknown dtypes.
     """
-    config = _read_json_object(path / "config.json", f"{path}: the directory has no config.json")
+    config = read_json_object(path / "config.json", f"{path}: the directory has no config.json")
     if (path / "generation_config.json").exists():
-        config["generation_config"] = _read_json_object(path / "generation_config.json")
+        config["generation_config"] = read_json_object(path / "generation_config.json")
     problems = Problems(path)
     weight_map = {} if (path / SINGLE_FILE).exists() else _read_weight_map(path)
     tensors: dict[str, StoredTensor] = {}
@@ -48,7 +48,8 @@ def open_safetensors(path: Path) -> MappedReader:
     return MappedReader(path, "safetensors", config, tensors.values())
 
 
-def _read_json_object(path: Path, if_missing: str | None = None) -> dict[str, Any]:
+def read_json_object(path: Path, if_missing: str | None = None) -> dict[str, Any]:
+    """A file's JSON object. Raises CheckpointError, with the message `if_missing` where there is no file."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -62,7 +63,7 @@ def _read_json_object(path: Path, if_missing: str | None = None) -> dict[str, An
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     """Tensor name -> file name, from the index."""
-    index = _read_json_object(
+    index = read_json_object(
         path / INDEX_FILE,
         f"{path}: the directory has neither {SINGLE_FILE} nor {INDEX_FILE}; for a GGUF file, name the file",
     )

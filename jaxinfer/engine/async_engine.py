@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from absl import logging
 
 from jaxinfer.config import SchedulerConfig
+from jaxinfer.memory.measured import MemoryReport
 from jaxinfer.metrics import EngineStats, Metrics
 from jaxinfer.text import Tokenizer
 from jaxinfer.types import Request, RequestError, TokenOutput
@@ -42,6 +43,10 @@ class EngineLike(Protocol):
 
     def stats(self) -> EngineStats:
         """The state now."""
+        ...
+
+    def memory(self) -> MemoryReport:
+        """The ledger now; any thread may ask."""
         ...
 
 

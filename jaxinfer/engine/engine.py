@@ -18,10 +18,11 @@ from jaxinfer.engine.compilation import CompilationCounter, use_persistent_cache
 from jaxinfer.engine.host_memory import keep_freed_memory, use_huge_pages
 from jaxinfer.engine.outputs import LiveCompletion, LiveRequest
 from jaxinfer.engine.programs import compile_programs
-from jaxinfer.engine.resolve import check, resolve
+from jaxinfer.engine.resolve import check, check_runs, resolve
 from jaxinfer.engine.runner import InFlight, Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.step_batch import PREFILL_TILE
+from jaxinfer.memory.measured import MemoryReport
 from jaxinfer.metrics import EngineStats, Metrics
 from jaxinfer.models.families import load_model_config
 from jaxinfer.models.transformer import Transformer
@@ -63,6 +64,7 @@ class Engine:
           ConfigError, CheckpointError: one line that says what is wrong.
         """
         check(config)
+        check_runs(config)
         mesh = make_mesh(parse_mesh(config.mesh), jax.devices())
         start_s = time.monotonic()
         self.config = config
@@ -76,7 +78,8 @@ class Engine:
         reader = open_checkpoint(path, config.verify)
         self.model_config = load_model_config(reader, rope_scaling_override=config.rope_scaling)
         device = jax.devices()[0]
-        resolved = resolve(config, self.model_config, device)
+        resolved = self._resolved = resolve(config, self.model_config, device)
+        logging.info("bytes of a device, planned: %s", resolved.ledger)
         self.scheduler_config, self.cache_config = resolved.scheduler, resolved.cache
         self._scheduler = Scheduler(resolved.scheduler, resolved.cache, PREFILL_TILE)
         dtype = jnp.dtype(resolved.dtype)
@@ -113,6 +116,9 @@ class Engine:
         self._num_compiled_at_start = self._counter.num_compilations
         self._num_requested_at_start = self._counter.num_requests
         self._totals = _Totals()
+        self._device = device
+        self._measured_bytes = self._runner.memory_bytes()
+        self.metrics.observe_memory(self._measured_bytes)
         logging.info(
             "ready: %d pages of %d tokens, %d slots, length limit %d; %d programs, %d of them compiled now",
             self.cache_config.num_pages,
@@ -256,6 +262,20 @@ class Engine:
             del self._requests[sequence.request.request_id]
         self.metrics.observe_output(output, sequence.num_prompt_tokens)
         return output
+
+    def memory(self) -> MemoryReport:
+        """The ledger, planned and measured, and what the cache holds now."""
+        resolved = self._resolved
+        return MemoryReport(
+            planned=resolved.ledger,
+            measured=self._measured_bytes,
+            budget_bytes=resolved.budget_bytes,
+            device=self._device.memory_stats(),
+            cache=resolved.cache,
+            page_bytes=resolved.memory.page_bytes,
+            num_used_pages=self._scheduler.num_used_pages,
+            num_cached_pages=self._scheduler.num_cached_pages,
+        )
 
     def stats(self) -> EngineStats:
         """The state now."""

@@ -16,6 +16,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that hold the K and V of so many tokens of one sequence."""
+    return -(-num_tokens // page_size)
+
+
 class PagePool:
     """Pages 1 ... num_pages - 1. Not thread safe."""
 

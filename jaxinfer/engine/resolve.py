@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from absl import logging
@@ -12,13 +12,15 @@ from jaxinfer.config import (
     CacheConfig,
     ConfigError,
     EngineConfig,
+    MeshConfig,
     ModelConfig,
     SchedulerConfig,
     parse_mesh,
 )
+from jaxinfer.engine.page_pool import pages_for
 from jaxinfer.engine.step_batch import PREFILL_TILE, padded_rows
-from jaxinfer.memory.ledger import GIB, choose_num_pages, itemsize, kv_bytes_per_token
-from jaxinfer.parallel.layout import device_share, padding
+from jaxinfer.memory.ledger import GIB, DoesNotFitError, Ledger, MemoryModel
+from jaxinfer.parallel.layout import padding
 from jaxinfer_kernels import kv_tile_tokens
 
 # On a host, whose memory other programs share, the cache takes so much unless told otherwise.
@@ -37,11 +39,22 @@ class Device(Protocol):
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """Everything that the engine's parts need, with nothing left to derive."""
+    """Everything that the engine's parts need, with nothing left to derive.
+
+    `memory` says what a device's bytes are for. Of them `budget_bytes` may be used in all, and
+    `available_bytes` by the KV cache.
+    """
 
     dtype: str
     scheduler: SchedulerConfig
     cache: CacheConfig
+    memory: MemoryModel
+    budget_bytes: int
+    available_bytes: int
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.memory.ledger(self.cache.num_pages)
 
 
 def check(config: EngineConfig) -> None:
@@ -50,8 +63,7 @@ def check(config: EngineConfig) -> None:
     Raises:
       ConfigError: names the flag, its value, and what it may be.
     """
-    if parse_mesh(config.mesh).data > 1:
-        raise ConfigError(f"mesh={config.mesh} must be 1xT: no data-parallel groups yet")
+    parse_mesh(config.mesh)
     for name in ("dtype", "kv_cache_dtype"):
         value = getattr(config, name)
         if value not in ("auto", *DTYPES):
@@ -75,13 +87,72 @@ def check(config: EngineConfig) -> None:
         raise ConfigError(str(error)) from error
 
 
-def resolve(config: EngineConfig, model: ModelConfig, device: Device) -> ResolvedConfig:
-    """Sizes and dtypes for this model on this device.
+def check_runs(config: EngineConfig) -> None:
+    """What can be planned, but not run by this version.
 
     Raises:
-      ConfigError: the model cannot do what is asked, or it does not fit.
+      ConfigError: as `check`.
+    """
+    if parse_mesh(config.mesh).data > 1:
+        raise ConfigError(f"mesh={config.mesh} must be 1xT: no data-parallel groups yet")
+
+
+def resolve(
+    config: EngineConfig, model: ModelConfig, device: Device, quantize: str = "none"
+) -> ResolvedConfig:
+    """Sizes and dtypes for this model on this device.
+
+    Args:
+      config: what the user asks for.
+      model: the model.
+      device: one of the mesh's, or the stand-in of one that `jaxinfer.plan` asks about.
+      quantize: how the projections are stored; the engine itself knows only "none".
+
+    Raises:
+      DoesNotFitError: the model or a request at the length limit does not fit.
+      ConfigError: the model cannot do what is asked.
     """
     check(config)
+    dtype, kv_dtype = _dtypes(config, device)
+    if (config.max_model_len or 0) > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} must be at most {model.max_position_embeddings}, "
+            "the model's own limit; --rope_scaling can stretch it"
+        )
+    mesh = parse_mesh(config.mesh)
+    for name, (before, after) in padding(model, mesh.tensor).items():
+        logging.info("mesh=%s: %s is laid out as %d instead of %d", mesh, name, after, before)
+    memory = MemoryModel(
+        model,
+        dtype,
+        kv_dtype,
+        page_size=config.page_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=_prefill_rows(config, model.max_position_embeddings),
+        tensor=mesh.tensor,
+        quantize=quantize,
+        on_host=device.platform == "cpu",
+    )
+    total_bytes = _total_bytes(device, mesh)
+    budget_bytes = int(total_bytes * config.memory_utilization)
+    available_bytes = _available_for_pages(config, memory, total_bytes, budget_bytes)
+    max_model_len = config.max_model_len or _longest_that_fits(config, memory, available_bytes)
+    num_pages = _num_pages(config, memory, max_model_len, available_bytes, budget_bytes)
+    memory = replace(memory, max_num_batched_tokens=_prefill_rows(config, max_model_len))
+    scheduler = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=memory.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        scheduling=config.scheduling,
+    )
+    cache = CacheConfig(config.page_size, num_pages, kv_dtype)
+    return ResolvedConfig(dtype, scheduler, cache, memory, budget_bytes, available_bytes)
+
+
+def _dtypes(config: EngineConfig, device: Device) -> tuple[str, str]:
+    """Of weights and activations, and of the KV cache."""
     on_cpu = device.platform == "cpu"
     dtype = config.dtype
     if dtype == "auto":
@@ -95,67 +166,77 @@ def resolve(config: EngineConfig, model: ModelConfig, device: Device) -> Resolve
                 "where XLA converts the whole cache at each step"
             )
         kv_dtype = "float32"
-    mesh = parse_mesh(config.mesh)
-    for name, (before, after) in padding(model, mesh.tensor).items():
-        logging.info("mesh=%s: %s is laid out as %d instead of %d", mesh, name, after, before)
-    size = itemsize(kv_dtype)
-    share = device_share(model, mesh.tensor)
-    budget_bytes = config.kv_cache_bytes or _kv_budget(config, share, device, itemsize(dtype))
-    max_model_len = config.max_model_len or model.max_position_embeddings
-    if max_model_len > model.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len={max_model_len} must be at most {model.max_position_embeddings}, "
-            "the model's own limit; --rope_scaling can stretch it"
-        )
-    if config.max_model_len is None:
-        # Nobody asked for the model's own limit, which may be far more than the cache holds.
-        token_bytes = kv_bytes_per_token(share, size)
-        held = config.num_pages * config.page_size if config.num_pages else budget_bytes // token_bytes
-        fitting = max(held // config.page_size - 1, 1) * config.page_size
-        if fitting < max_model_len:
-            logging.info(
-                "max_model_len is %d: the KV cache holds no more of the model's %d", fitting, max_model_len
-            )
-            max_model_len = fitting
-    num_pages = choose_num_pages(
-        share,
-        page_size=config.page_size,
-        itemsize=size,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        num_pages=config.num_pages,
-        budget_bytes=budget_bytes,
-    )
-    max_num_batched_tokens = config.max_num_batched_tokens
-    if config.enable_chunked_prefill:
-        # No step has more prefill rows than all slots at the length limit.
-        padded = padded_rows(max_model_len)
-        max_num_batched_tokens = min(max_num_batched_tokens, padded * config.max_num_seqs)
-    scheduler = SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        enable_prefix_caching=config.enable_prefix_caching,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-        scheduling=config.scheduling,
-    )
-    return ResolvedConfig(dtype, scheduler, CacheConfig(config.page_size, num_pages, kv_dtype))
+    return dtype, kv_dtype
 
 
-def _kv_budget(config: EngineConfig, share: ModelConfig, device: Device, weight_bytes: int) -> int:
-    """Bytes for the KV cache on each device: what `memory_utilization` leaves beside its weights."""
-    num_weights = _num_weights(share)
+def _prefill_rows(config: EngineConfig, max_model_len: int) -> int:
+    """Of the largest step: no more than all slots have at the length limit."""
+    if not config.enable_chunked_prefill:
+        return config.max_num_batched_tokens
+    return min(config.max_num_batched_tokens, padded_rows(max_model_len) * config.max_num_seqs)
+
+
+def _total_bytes(device: Device, mesh: MeshConfig) -> int:
+    """The device's memory; a CPU's devices share the host's."""
     if device.platform == "cpu":
-        num_devices = parse_mesh(config.mesh).num_devices  # which share the host's memory
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_devices
-        left = int(total * config.memory_utilization) - num_weights * weight_bytes
-        return max(0, min(CPU_KV_CACHE_BYTES, left))
-    total = device.memory_stats()["bytes_limit"]  # type: ignore[index]
-    return max(0, int(total * config.memory_utilization) - num_weights * weight_bytes)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // mesh.num_devices
+    return device.memory_stats()["bytes_limit"]  # type: ignore[index]
 
 
-def _num_weights(model: ModelConfig) -> int:
-    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
-    layer = model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)
-    embeddings = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
-    return layer * model.num_hidden_layers + embeddings
+def _available_for_pages(
+    config: EngineConfig, memory: MemoryModel, total_bytes: int, budget_bytes: int
+) -> int:
+    """Bytes of a device for the KV cache: as asked, else what is left beside everything else.
+
+    Raises:
+      DoesNotFitError: nothing is left.
+    """
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes
+    rest = memory.ledger(0)
+    left_bytes = budget_bytes - rest.device_bytes
+    if left_bytes <= 0 and config.num_pages is None:
+        raise DoesNotFitError(
+            f"the model does not fit: {rest.weights / GIB:.2f} GiB of weights and "
+            f"{(rest.device_bytes - rest.weights) / GIB:.2f} GiB of all but the KV cache are "
+            f"{rest.device_bytes / GIB:.2f} GiB a device, of which {budget_bytes / GIB:.2f} may be used "
+            f"({config.memory_utilization:g} of {total_bytes / GIB:.2f}): jaxinfer.plan says what to change",
+            rest,
+            budget_bytes,
+        )
+    return min(CPU_KV_CACHE_BYTES, left_bytes) if memory.on_host else left_bytes
+
+
+def _longest_that_fits(config: EngineConfig, memory: MemoryModel, available_bytes: int) -> int:
+    """The length limit where nobody asked for one: the model's own may be far more than the cache holds."""
+    longest = memory.model.max_position_embeddings
+    num_pages = config.num_pages or available_bytes // memory.page_bytes
+    fitting = max(num_pages - 1, 1) * config.page_size
+    if fitting >= longest:
+        return longest
+    logging.info("max_model_len is %d: the KV cache holds no more of the model's %d", fitting, longest)
+    return fitting
+
+
+def _num_pages(
+    config: EngineConfig, memory: MemoryModel, max_model_len: int, available_bytes: int, budget_bytes: int
+) -> int:
+    """Pages to allocate, the null page included: as asked, else what all slots can use or the budget holds.
+
+    Raises:
+      DoesNotFitError: one request at the length limit does not fit.
+    """
+    pages_a_seq = pages_for(max_model_len, config.page_size)
+    num_pages = config.num_pages
+    if num_pages is None:
+        num_pages = min(config.max_num_seqs * pages_a_seq + 1, available_bytes // memory.page_bytes)
+    if num_pages - 1 < pages_a_seq:
+        fitting = max(0, num_pages - 1)
+        raise DoesNotFitError(
+            f"max_model_len={max_model_len} needs {pages_a_seq} pages of {config.page_size} tokens "
+            f"({pages_a_seq * memory.page_bytes / GIB:.2f} GiB of KV cache), but {fitting} fit: "
+            f"lower max_model_len to {fitting * config.page_size}, or raise kv_cache_bytes or num_pages",
+            memory.ledger(max(0, num_pages)),
+            budget_bytes,
+        )
+    return num_pages

@@ -13,6 +13,7 @@ from jaxinfer.config import CacheConfig, SchedulerConfig
 from jaxinfer.engine.kv_cache import create_kv_pages, create_slots
 from jaxinfer.engine.programs import LogprobArrays, Programs
 from jaxinfer.engine.step_batch import StepBatcher, padded_rows
+from jaxinfer.memory.measured import code_bytes, device_bytes, temporary_bytes
 from jaxinfer.models.transformer import Transformer
 from jaxinfer.ops.sampling import Sampled
 from jaxinfer.types import SampledToken, ScheduledSeq, StepPlan, StepResult, TokenLogprobs
@@ -46,6 +47,20 @@ class Runner:
         self.kv_pages = create_kv_pages(model.config, cache, mesh)
         self.slots = create_slots(model.config, scheduler.max_num_seqs, mesh)
         self.num_padding_rows = 0  # rows computed for nothing, so far
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What is allocated, measured: bytes of one device by the ledger's classes."""
+        programs = self._programs
+        forward = programs.forward.values()
+        sampling = (*programs.sample.values(), *programs.prompt_logprobs.values(), programs.set_counts)
+        return {
+            "weights": device_bytes(self._params),
+            "kv_cache": device_bytes(self.kv_pages),
+            "slots": device_bytes(self.slots),
+            "activations": temporary_bytes(forward),
+            "logits": temporary_bytes(sampling),
+            "programs": code_bytes((*forward, *sampling)),
+        }
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Starts a step. Returns before it is done."""

@@ -44,7 +44,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from jaxinfer.config import CacheConfig, ConfigError, SchedulerConfig
-from jaxinfer.engine.page_pool import PagePool
+from jaxinfer.engine.page_pool import PagePool, pages_for
 from jaxinfer.engine.prefix_cache import PrefixCache, extend_hashes
 from jaxinfer.types import (
     FinishReason,
@@ -129,13 +129,19 @@ class Scheduler:
         return self._pool.num_used / (self._pool.num_pages - 1)
 
     @property
+    def num_used_pages(self) -> int:
+        """Pages that sequences hold."""
+        return self._pool.num_used
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages that nobody holds, kept for prompts that begin alike."""
+        return self._pool.num_cached
+
+    @property
     def max_tokens_that_fit(self) -> int:
         """The most tokens, prompt and output, that a sequence alone can have."""
         return (self._pool.num_pages - 1) * self._page_size + 1  # the last one is never computed
-
-    def pages_needed(self, num_tokens: int) -> int:
-        """Pages that hold the K and V of so many tokens."""
-        return -(-num_tokens // self._page_size)
 
     def has_unfinished(self) -> bool:
         """True while a sequence waits or runs."""
@@ -256,7 +262,7 @@ class Scheduler:
             num_tokens = len(sequence.token_ids) + sequence.num_inflight_samples
             if entry.in_prefill or num_tokens >= sequence.max_total_tokens:
                 continue
-            if not self._grow(entry, self.pages_needed(num_tokens)):
+            if not self._grow(entry, pages_for(num_tokens, self._page_size)):
                 break  # preempted itself, the last
             items.append(self._scheduled(entry, num_tokens - 1, num_tokens, ()))
         return items
@@ -326,7 +332,7 @@ class Scheduler:
             return False
         for page_id in page_ids:
             self._pool.share(page_id)
-        num_missing = self.pages_needed(num_tokens) - len(page_ids)
+        num_missing = pages_for(num_tokens, self._page_size) - len(page_ids)
         if num_missing + len(self._running) > self._pool.num_free:
             self._pool.release(page_ids)
             return False

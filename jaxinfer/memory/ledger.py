@@ -1,13 +1,148 @@
-"""Bytes of device memory, by formula, before anything is allocated."""
+"""Bytes of a device by class, before anything is allocated: the one formula.
+
+The engine sizes its KV cache by it, `/v1/memory` and the metrics report it, `jaxinfer.plan` prints it.
+
+Dims: V vocab.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+import dataclasses
+import math
+from dataclasses import dataclass
 
 from jaxinfer.config import ConfigError, ModelConfig
-from jaxinfer_kernels import kv_tile_tokens
+from jaxinfer.memory.parameters import itemsize, parameter_bytes, parameters
+from jaxinfer.parallel.layout import device_share
+from jaxinfer_kernels import kv_pages_shape, kv_tile_tokens
 
 GIB = 2**30
+
+# Of XLA's buffers, in programs compiled for the CPU. `plan --compile` has them from the compiler.
+_SAMPLER_COPIES = 7  # float32 arrays of [rows, V] that the sampler holds at once
+_PROMPT_LOGPROBS_COPIES = 2
+_PROMPT_LOGPROBS_ROWS = 32  # whose logits are there at once
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes by class: of one device, but for `host_staging`, which is of the host.
+
+    Attributes:
+      weights: parameters, in the dtypes that they are held in.
+      kv_cache: pages of K and V, the null page and the layout's padding included.
+      slots: what each slot keeps between steps: its tokens' counts for the penalties.
+      activations: temporaries of the largest forward step.
+      logits: logits, and temporaries of sampling.
+      programs: compiled code.
+      host_staging: of the host's memory, the largest parameter, which the loader builds there.
+    """
+
+    weights: int
+    kv_cache: int
+    slots: int
+    activations: int
+    logits: int
+    programs: int
+    host_staging: int
+
+    @property
+    def device_bytes(self) -> int:
+        """All that is on the device."""
+        return sum(self.by_class().values()) - self.host_staging
+
+    def by_class(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {size:,}" for name, size in self.by_class().items())
+
+
+class DoesNotFitError(ConfigError):
+    """The device's memory does not hold the model, or a request at the length limit.
+
+    `ledger` is without pages that do not fit; `budget_bytes` may be used of a device.
+    """
+
+    def __init__(self, message: str, ledger: Ledger, budget_bytes: int) -> None:
+        super().__init__(message)
+        self.ledger = ledger
+        self.budget_bytes = budget_bytes
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """What decides the bytes of a device.
+
+    Attributes:
+      model: the model.
+      dtype: of weights and activations.
+      kv_dtype: of the KV cache.
+      page_size: tokens in a page.
+      max_num_seqs: decode rows of the largest step.
+      max_num_batched_tokens: prefill rows of the largest step, beside the decode rows.
+      tensor: devices that share the model.
+      quantize: "none", or a weight-only format by its name.
+      on_host: the device is the CPU, whose memory is the host's.
+    """
+
+    model: ModelConfig
+    dtype: str
+    kv_dtype: str
+    page_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    tensor: int = 1
+    quantize: str = "none"
+    on_host: bool = False
+
+    def ledger(self, num_pages: int) -> Ledger:
+        """With so many pages, the null page included."""
+        weights = [
+            (parameter, parameter_bytes(parameter, self.dtype, self.quantize))
+            for parameter in parameters(self.share)
+        ]
+        largest = max(size // parameter.count for parameter, size in weights if parameter.count)
+        return Ledger(
+            weights=sum(size for _, size in weights),
+            kv_cache=num_pages * self.page_bytes,
+            slots=self._slot_bytes(),
+            activations=self._activation_bytes(),
+            logits=self._logits_bytes(),
+            programs=0,
+            # The CPU client takes the buffer over.
+            host_staging=0 if self.on_host else largest,
+        )
+
+    @property
+    def share(self) -> ModelConfig:
+        """What one device holds of the model, as a model of its own."""
+        return device_share(self.model, self.tensor)
+
+    @property
+    def page_bytes(self) -> int:
+        """A page in all layers of one device, in the layout of the kernels."""
+        shape = kv_pages_shape(1, self.page_size, self.share.num_key_value_heads, self.model.head_dim)
+        return math.prod(shape) * itemsize(self.kv_dtype) * self.model.num_hidden_layers
+
+    def _slot_bytes(self) -> int:
+        """engine/kv_cache.py's SlotState: a token, and for each of the vocabulary a bit and a count."""
+        return (self.max_num_seqs + 1) * (4 + self.model.vocab_size * (1 + 4))
+
+    def _activation_bytes(self) -> int:
+        """The hidden state, its norm and sum, and what the MLP makes; or the keys and values that a tile of
+        attention reads for all decode rows at once, with its queries and sums.
+        """
+        share, size = self.share, itemsize(self.dtype)
+        mlp = 3 * share.hidden_size + 3 * share.intermediate_size
+        tile = 2 * share.num_key_value_heads * kv_tile_tokens(self.page_size) * share.head_dim
+        queries = 4 * max(share.hidden_size, share.num_attention_heads * share.head_dim)
+        rows = self.max_num_seqs + self.max_num_batched_tokens
+        return max(rows * mlp * size, self.max_num_seqs * (tile * size + queries * 4))
+
+    def _logits_bytes(self) -> int:
+        rows = max(_SAMPLER_COPIES * self.max_num_seqs, _PROMPT_LOGPROBS_COPIES * _PROMPT_LOGPROBS_ROWS)
+        return rows * self.share.vocab_size * 4
 
 
 def kv_bytes_per_token(model: ModelConfig, itemsize: int) -> int:
@@ -15,48 +150,7 @@ def kv_bytes_per_token(model: ModelConfig, itemsize: int) -> int:
     return 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * itemsize
 
 
-def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that hold so many tokens of one sequence."""
-    return -(-num_tokens // page_size)
-
-
 def page_table_width(max_model_len: int, page_size: int) -> int:
     """Entries of a sequence's page table: whole tiles of the attention's reduction."""
     tile = kv_tile_tokens(page_size)
     return -(-max_model_len // tile) * (tile // page_size)
-
-
-def choose_num_pages(
-    model: ModelConfig,
-    *,
-    page_size: int,
-    itemsize: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    num_pages: int | None,
-    budget_bytes: int,
-) -> int:
-    """Pages to allocate, the null page included: as asked, else what all slots can use or the budget holds.
-
-    Raises:
-      ConfigError: one request at the length limit does not fit.
-    """
-    page_bytes = kv_bytes_per_token(model, itemsize) * page_size
-    pages_a_seq = pages_for(max_model_len, page_size)
-    if num_pages is None:
-        num_pages = min(max_num_seqs * pages_a_seq + 1, budget_bytes // page_bytes)
-    if num_pages - 1 < pages_a_seq:
-        fitting = max(0, num_pages - 1) * page_size
-        raise ConfigError(
-            f"max_model_len={max_model_len} needs {pages_a_seq} pages of {page_size} tokens "
-            f"({pages_a_seq * page_bytes / GIB:.2f} GiB of KV cache), but {max(0, num_pages - 1)} fit: "
-            f"lower max_model_len to {fitting}, or raise kv_cache_bytes or num_pages"
-        )
-    return num_pages
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of an element, by a numpy or ml_dtypes name."""
-    import ml_dtypes  # noqa: F401 (registers bfloat16 with numpy)
-
-    return np.dtype(dtype).itemsize

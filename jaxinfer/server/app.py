@@ -67,6 +67,10 @@ def _add_state_routes(app: FastAPI, engine: AsyncEngine) -> None:
         instruments = engine.engine.metrics
         return Response(instruments.render(), headers={"Content-Type": instruments.content_type})
 
+    @app.get("/v1/memory")
+    async def memory() -> Response:
+        return JSONResponse(engine.engine.memory().to_json())
+
     @app.get("/version")
     async def version_of_package() -> Response:
         return JSONResponse({"version": _version()})

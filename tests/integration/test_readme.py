@@ -26,6 +26,7 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "generate": flags.generate_options,
     "batch": flags.batch_options,
     "serve": flags.serve_options,
+    "plan": flags.plan_options,
     "bench": lambda argv: flags.bench_options(argv, MEASUREMENTS),
 }
 

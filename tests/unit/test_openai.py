@@ -375,6 +375,23 @@ def test_health_version_metrics(server: Server) -> None:
     assert 'jaxinfer:request_success_total{finished_reason="stop"}' in metrics.text
 
 
+def test_memory_is_the_engines_ledger(server: Server) -> None:
+    body = server.http.get("/v1/memory").json()
+    assert body["planned"]["weights"] == 2000
+    assert body["planned"]["device_bytes"] == 2800  # host staging is not on the device
+    assert body["measured"] == {"weights": 2001, "kv_cache": 800, "device_bytes": 2801}
+    assert (body["budget_bytes"], body["device"]) == (4000, None)
+    assert body["kv_cache"] == {
+        "page_size": 16,
+        "num_pages": 8,
+        "dtype": "float32",
+        "page_bytes": 100,
+        "num_tokens": 112,
+        "num_used_pages": 3,
+        "num_cached_pages": 2,
+    }
+
+
 def test_one_thread_owns_the_engine(server: Server) -> None:
     with ThreadPoolExecutor(8) as pool:
         texts = list(

@@ -1,0 +1,105 @@
+"""What a model's parameters are: their shapes, counted and in bytes, of the whole or of one device.
+
+The shapes are those of models/transformer.py, by formula: `jaxinfer.plan` needs them of a model with
+hundreds of layers without the seconds that building its modules takes. Tests hold the two equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import ml_dtypes  # noqa: F401 (registers bfloat16 with numpy)
+import numpy as np
+
+from jaxinfer.config import ModelConfig
+
+Role = Literal["embedding", "head", "projection", "bias", "norm"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Parameters of one shape: a matrix [rows, columns], or a vector [rows] where columns is 1."""
+
+    role: Role
+    rows: int
+    columns: int
+    count: int  # how many there are
+
+    @property
+    def size(self) -> int:
+        """Elements of all of them."""
+        return self.rows * self.columns * self.count
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a quantised projection is stored: `bits` a weight, and scales.
+
+    Attributes:
+      bits: of a weight.
+      group_size: inputs that share a scale; None is one scale for each output.
+      scale_bytes: of a scale.
+    """
+
+    bits: int
+    group_size: int | None
+    scale_bytes: int
+
+    def num_bytes(self, parameter: Parameter) -> int:
+        groups = 1 if self.group_size is None else math.ceil(parameter.columns / self.group_size)
+        row_bytes = math.ceil(parameter.columns * self.bits / 8) + groups * self.scale_bytes
+        return parameter.rows * row_bytes * parameter.count
+
+
+# Weight-only, of the projections; embedding, head, biases and norms stay as they are.
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
+    {"int8": WeightFormat(8, None, 4), "fp8": WeightFormat(8, None, 4), "int4": WeightFormat(4, 128, 2)}
+)
+
+
+def parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+    """The parameters of a model, or of what `parallel.layout.device_share` says that one device holds."""
+    hidden, ffn, layers = model.hidden_size, model.intermediate_size, model.num_hidden_layers
+    q_rows = model.num_attention_heads * model.head_dim
+    qkv_rows = q_rows + 2 * model.num_key_value_heads * model.head_dim
+    found = [
+        Parameter("embedding", model.vocab_size, hidden, 1),
+        Parameter("head", model.vocab_size, hidden, 0 if model.tie_word_embeddings else 1),
+        Parameter("projection", qkv_rows, hidden, layers),
+        Parameter("projection", hidden, q_rows, layers),
+        Parameter("projection", 2 * ffn, hidden, layers),
+        Parameter("projection", hidden, ffn, layers),
+        Parameter("norm", hidden, 1, (4 if model.sandwich_norms else 2) * layers + 1),
+    ]
+    if model.qk_norm:
+        found.append(Parameter("norm", model.head_dim, 1, 2 * layers))
+    if model.attention_bias:
+        found.append(Parameter("bias", qkv_rows, 1, layers))
+    if model.attention_out_bias:
+        found.append(Parameter("bias", hidden, 1, layers))
+    if model.mlp_bias:
+        found += [Parameter("bias", 2 * ffn, 1, layers), Parameter("bias", hidden, 1, layers)]
+    return tuple(found)
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """All of them, each once: 8,030,261,248 for Llama-3.1-8B."""
+    return sum(parameter.size for parameter in parameters(model))
+
+
+def parameter_bytes(parameter: Parameter, dtype: str, quantize: str = "none") -> int:
+    """Bytes of one entry of `parameters`; quantize is "none" or a name of `WEIGHT_FORMATS`."""
+    if parameter.role == "norm":
+        return parameter.size * 4  # models/layers.py keeps them in float32
+    if parameter.role == "projection" and quantize != "none":
+        return WEIGHT_FORMATS[quantize].num_bytes(parameter)
+    return parameter.size * itemsize(dtype)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element, by a numpy or ml_dtypes name."""
+    return np.dtype(dtype).itemsize

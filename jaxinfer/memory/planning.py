@@ -1,0 +1,154 @@
+"""What fits on a chip that need not be there, how fast it could go, and what to change if it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxinfer.config import ConfigError, EngineConfig, ModelConfig, parse_mesh
+from jaxinfer.engine.page_pool import pages_for
+from jaxinfer.engine.resolve import ResolvedConfig, resolve
+from jaxinfer.memory.chips import Chip
+from jaxinfer.memory.ledger import GIB, DoesNotFitError
+from jaxinfer.memory.roofline import Roofline, decode_roofline, prefill_roofline
+
+MAX_DEVICES = 1024  # beyond which no advice goes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An engine's sizes on a mesh of chips, as the engine itself would choose them.
+
+    Attributes:
+      resolved: what one data-parallel group has.
+      model, chip: of what, on what.
+      num_groups: data-parallel groups, each with pages and slots of its own.
+      mean_len: tokens of a request on average.
+    """
+
+    resolved: ResolvedConfig
+    model: ModelConfig
+    chip: Chip
+    num_groups: int
+    mean_len: int
+
+    @property
+    def num_chips(self) -> float:
+        return self.num_groups * self.resolved.memory.tensor / self.chip.num_devices
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds, in all groups."""
+        cache = self.resolved.cache
+        return self.num_groups * (cache.num_pages - 1) * cache.page_size
+
+    def num_requests(self, num_tokens: int) -> int:
+        """Requests of so many tokens that run together, in all groups: by pages and by slots."""
+        cache = self.resolved.cache
+        held = (cache.num_pages - 1) // pages_for(num_tokens, cache.page_size)
+        return self.num_groups * min(held, self.resolved.scheduler.max_num_seqs)
+
+    @property
+    def largest_context(self) -> int:
+        """Tokens of one request, where it has a group's KV cache to itself."""
+        page_size = self.resolved.cache.page_size
+        held = (self.resolved.available_bytes // self.resolved.memory.page_bytes - 1) * page_size
+        return min(held, self.model.max_position_embeddings)
+
+    @property
+    def limited_by(self) -> str:
+        """What keeps more requests of the mean length from running."""
+        slots = self.num_groups * self.resolved.scheduler.max_num_seqs
+        if self.num_requests(self.mean_len) < slots:
+            return "memory: the pages of the KV cache"
+        return f"max_num_seqs={self.resolved.scheduler.max_num_seqs}"
+
+    def decode(self, batch: int | None) -> Roofline | None:
+        """A decode step of each group, of `batch` requests in all; None is as many as fit."""
+        num_seqs = -(-(batch or self.num_requests(self.mean_len)) // self.num_groups)
+        return decode_roofline(self.resolved.memory, self.chip, num_seqs, self.mean_len)
+
+    def prefill(self) -> Roofline | None:
+        """The largest prefill step of each group."""
+        memory = self.resolved.memory
+        return prefill_roofline(memory, self.chip, memory.max_num_batched_tokens)
+
+
+def make_plan(config: EngineConfig, model: ModelConfig, chip: Chip, quantize: str, mean_len: int) -> Plan:
+    """Raises DoesNotFitError, or ConfigError where the flags or the mesh do not go with the model."""
+    resolved = resolve(config, model, chip, quantize)
+    length = min(mean_len, resolved.scheduler.max_model_len)
+    return Plan(resolved, model, chip, parse_mesh(config.mesh).data, length)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that would make it fit: what to change, and what comes of it."""
+
+    change: str
+    outcome: str
+
+
+def advice(
+    error: DoesNotFitError, config: EngineConfig, model: ModelConfig, chip: Chip, quantize: str
+) -> tuple[Change, ...]:
+    """What would make it fit, the least change first.
+
+    Another mesh of the same chips; quantised weights; shorter requests; more chips; and last, how much
+    would have to stay in the host's memory.
+    """
+
+    def fits(config: EngineConfig, quantize: str = quantize) -> Plan | None:
+        try:
+            return make_plan(config, model, chip, quantize, mean_len=1)
+        except ConfigError:
+            return None
+
+    def quantised(format: str) -> tuple[str, Plan | None]:
+        """On the mesh as it is, else on another of as many devices, else on a larger one."""
+        for mesh in (config.mesh, *_meshes_as_large(config), *_larger_meshes(config)):
+            if plan := fits(config.replace(mesh=mesh), format):
+                return f"--quantize={format}" + (f" --mesh={mesh}" if mesh != config.mesh else ""), plan
+        return "", None
+
+    def candidates() -> Iterator[tuple[str, Plan | None]]:
+        for mesh in _meshes_as_large(config):
+            yield f"--mesh={mesh}", fits(config.replace(mesh=mesh))
+        if quantize == "none":
+            yield from (quantised("int8"), quantised("int4"))
+        shorter = fits(config.replace(max_model_len=None))
+        if shorter is not None:
+            yield f"--max_model_len={shorter.resolved.scheduler.max_model_len}", shorter
+        larger = ((mesh, fits(config.replace(mesh=mesh))) for mesh in _larger_meshes(config))
+        yield next(((f"--mesh={mesh}", plan) for mesh, plan in larger if plan), ("", None))
+
+    changes = [Change(change, _outcome(plan)) for change, plan in candidates() if plan is not None]
+    excess_bytes = error.ledger.device_bytes - error.budget_bytes
+    if excess_bytes > 0:
+        text = f"{excess_bytes / GIB:.2f} GiB a device would have to stay in the host's memory, which "
+        changes.append(Change("offload", f"{text}this version cannot do"))
+    return tuple(changes)
+
+
+def _outcome(plan: Plan) -> str:
+    limit = plan.resolved.scheduler.max_model_len
+    return (
+        f"{plan.resolved.ledger.weights / GIB:.2f} GiB of weights a device, {plan.kv_tokens:,} tokens of KV "
+        f"cache, {plan.num_requests(limit):,} requests of {limit:,} tokens"
+    )
+
+
+def _meshes_as_large(config: EngineConfig) -> Iterator[str]:
+    """With more devices a group, and fewer groups."""
+    mesh = parse_mesh(config.mesh)
+    for ways in range(2, mesh.data + 1):
+        if mesh.data % ways == 0:
+            yield f"{mesh.data // ways}x{mesh.tensor * ways}"
+
+
+def _larger_meshes(config: EngineConfig) -> Iterator[str]:
+    """One group of ever more devices, beyond those there are."""
+    num_devices = parse_mesh(config.mesh).num_devices
+    while num_devices <= MAX_DEVICES // 2:
+        num_devices *= 2
+        yield f"1x{num_devices}"

@@ -1,0 +1,120 @@
+"""The ledger's formulas against the decoder's own shapes, published counts and hand arithmetic."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+from jaxinfer.config import CacheConfig, LayerConfig, ModelConfig, RopeConfig
+from jaxinfer.engine.kv_cache import create_kv_pages, create_slots
+from jaxinfer.memory.ledger import MemoryModel, kv_bytes_per_token
+from jaxinfer.memory.parameters import num_parameters, parameter_bytes, parameters
+from jaxinfer.models.families import load_model_config, model_config_from
+from jaxinfer.models.weights import abstract_model
+from jaxinfer.parallel.mesh import DATA, TENSOR
+from jaxinfer_checkpoints import open_checkpoint
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TINY = sorted(path.name for path in (GOLDEN / "models").iterdir())
+# What Hugging Face's index of each repository's safetensors says.
+PUBLISHED = {
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.3-70B": 70_553_706_496,
+    "Llama-3.1-405B": 405_853_388_800,
+    "Qwen3-32B": 32_762_123_264,
+    # 27,432,406,640 with the vision tower (416,866,032) and the projector (6,194,304).
+    "Gemma-3-27B": 27_009_346_304,
+}
+
+
+def public_config(name: str) -> ModelConfig:
+    config: Mapping[str, Any] = json.loads((GOLDEN / "configs" / f"{name}.json").read_text(encoding="utf-8"))
+    return model_config_from(config, "safetensors")
+
+
+def nbytes(tree: Any) -> int:
+    return sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def memory_model(model: ModelConfig, **changes: Any) -> MemoryModel:
+    sizes = dict(dtype="bfloat16", kv_dtype="bfloat16", page_size=16, max_num_seqs=32)
+    return MemoryModel(model, **(sizes | dict(max_num_batched_tokens=512) | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_as_many_as_published(name: str) -> None:
+    assert num_parameters(public_config(name)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_weights_take_the_bytes_of_the_decoders_own_shapes(name: str) -> None:
+    model = load_model_config(open_checkpoint(GOLDEN / "models" / name))
+    for dtype in ("float32", "bfloat16"):
+        planned = memory_model(model, dtype=dtype).ledger(2)
+        assert planned.weights == nbytes(abstract_model(model, jnp.dtype(dtype)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_cache_and_slots_take_the_bytes_of_their_arrays(dtype: str) -> None:
+    model = public_config("Llama-3.1-8B")
+    planned = memory_model(model, kv_dtype=dtype).ledger(100)
+    pages = jax.eval_shape(lambda: create_kv_pages(model, CacheConfig(16, 100, dtype)))
+    assert planned.kv_cache == nbytes(pages)
+    assert planned.slots == nbytes(jax.eval_shape(lambda: create_slots(model, 32)))
+
+
+def test_known_bytes_of_a_token() -> None:
+    layers = (LayerConfig(RopeConfig()),) * 32
+    llama_7b = ModelConfig("llama", 32000, 4096, 11008, 32, 32, 128, layers, 1e-5, 4096, False)
+    assert kv_bytes_per_token(llama_7b, 2) == 524_288
+    assert 2048 * kv_bytes_per_token(llama_7b, 2) == 2**30
+    assert kv_bytes_per_token(public_config("Llama-3.1-8B"), 2) == 131_072
+    assert memory_model(public_config("Llama-3.1-8B")).page_bytes == 16 * 131_072
+
+
+def test_a_mesh_splits_the_model() -> None:
+    """Llama-3.1-8B by hand, 4 devices: 8 query heads, 2 KV heads, 3584 of the feed-forward, 32064 tokens."""
+    layer = (8 + 2 * 2) * 128 * 4096 + 4096 * 8 * 128 + 3 * 3584 * 4096
+    by_hand = 2 * (32 * layer + 2 * 32064 * 4096) + 4 * (2 * 32 + 1) * 4096
+    split = memory_model(public_config("Llama-3.1-8B"), tensor=4)
+    assert split.ledger(2).weights == by_hand
+    assert split.page_bytes == 16 * 131_072 // 4
+
+
+def test_kv_heads_are_repeated_where_devices_outnumber_them() -> None:
+    model = public_config("Llama-3.3-70B")
+    token_bytes = 80 * 2 * 128 * 2  # of one KV head in all layers
+    heads = [memory_model(model, tensor=t).page_bytes / 16 / token_bytes for t in (1, 2, 8, 16, 32)]
+    assert heads == [8, 4, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "llama_bias"])
+@pytest.mark.parametrize("tensor", [2, 3, 4])
+def test_a_device_of_a_mesh_holds_its_shards(name: str, tensor: int) -> None:
+    """Padded heads and repeated KV heads included: the shards that the decoder's shardings give it."""
+    model = load_model_config(open_checkpoint(GOLDEN / "models" / name))
+    mesh = AbstractMesh((1, tensor), (DATA, TENSOR))
+    held = 0
+    for leaf in jax.tree.leaves(abstract_model(model, jnp.float32, mesh)):  # type: ignore[arg-type]
+        held += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    assert memory_model(model, dtype="float32", tensor=tensor).ledger(2).weights == held
+
+
+def test_quantised_projections_carry_their_scales() -> None:
+    """o_proj of Llama-3.1-8B, [4096, 4096]: a float32 scale a row, or a 2-byte one for 128 inputs."""
+    o_proj = next(p for p in parameters(public_config("Llama-3.1-8B")) if (p.rows, p.columns) == (4096, 4096))
+    assert parameter_bytes(o_proj, "bfloat16") == 32 * 2 * 4096**2
+    assert parameter_bytes(o_proj, "bfloat16", "int8") == 32 * (4096**2 + 4 * 4096)
+    assert parameter_bytes(o_proj, "bfloat16", "int4") == 32 * (4096**2 // 2 + 4096 * 32 * 2)
+    unquantised = [p for p in parameters(public_config("Llama-3.1-8B")) if p.role != "projection"]
+    for parameter in unquantised:
+        assert parameter_bytes(parameter, "bfloat16", "int4") == parameter_bytes(parameter, "bfloat16")
