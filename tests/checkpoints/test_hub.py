@@ -208,5 +208,5 @@ def test_a_configuration_is_fetched_alone(tmp_path, monkeypatch):
     assert resolve_config("org/name", revision="v1") == tmp_path / "config.json"
     assert resolve_config(str(tmp_path)) == tmp_path
     assert calls == [("org/name", "config.json", "v1")]
-    with pytest.raises(CheckpointError, match="'org/none': no such directory.*name not known"):
+    with pytest.raises(CheckpointError, match=r"'org/none': no such directory.*name not known"):
         resolve_config("org/none")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxinfer_checkpoints import CheckpointError, hub, open_checkpoint
+from jaxinfer_checkpoints import CheckpointError, hub, open_checkpoint, read_config
 
 
 def write_model(directory: Path) -> Path:
@@ -72,3 +72,14 @@ def test_the_demo_is_known_by_its_pinned_digest(tmp_path):
     writer.close()
     with pytest.raises(CheckpointError, match=r"SHA-256 differs.*SmolLM2"):
         open_checkpoint(tmp_path / hub.DEMO.name, verify="sha256")
+
+
+def test_a_configuration_needs_no_weights(tmp_path):
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert read_config(tmp_path) == ("safetensors", {"a": 1}, ())
+    assert read_config(tmp_path / "config.json") == ("safetensors", {"a": 1}, ())
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not readable as JSON"):
+        read_config(tmp_path)
+    with pytest.raises(CheckpointError, match="no such file"):
+        read_config(tmp_path / "absent")
