@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 
 from jaxinfer.config import CacheConfig, ModelConfig
 from jaxinfer.parallel.mesh import num_groups, page_sharding, row_sharding
-from jaxinfer_kernels import kv_pages_shape
+from jaxinfer_kernels import KVPages
+from jaxinfer_kernels import create_kv_pages as create_layer
 
 
 @jax.tree_util.register_dataclass
@@ -32,14 +33,12 @@ class SlotState:
     output_counts: jax.Array
 
 
-def create_kv_pages(
-    model: ModelConfig, cache: CacheConfig, mesh: Mesh | None = None
-) -> tuple[jax.Array, ...]:
-    """Zeros, an array a layer, in the kernels' layout; page 0 of each group's pages is its null page."""
+def create_kv_pages(model: ModelConfig, cache: CacheConfig, mesh: Mesh | None = None) -> tuple[KVPages, ...]:
+    """Zeros, an entry a layer, in the kernels' layout; page 0 of each group's pages is its null page."""
     num_pages = cache.num_pages * num_groups(mesh)
-    shape = kv_pages_shape(num_pages, cache.page_size, model.num_key_value_heads, model.head_dim)
+    shape = (num_pages, cache.page_size, model.num_key_value_heads, model.head_dim)
     place = None if mesh is None else page_sharding(mesh)
-    return tuple(jnp.zeros(shape, cache.dtype, device=place) for _ in model.layers)
+    return tuple(create_layer(*shape, cache.dtype, device=place) for _ in model.layers)
 
 
 def create_slots(model: ModelConfig, max_num_seqs: int, mesh: Mesh | None = None) -> SlotState:

@@ -29,10 +29,10 @@ from jaxinfer.ops.attention import make_attention
 from jaxinfer.ops.sampling import Sampled, SamplingBatch, sample, set_counts, token_logprobs, update_counts
 from jaxinfer.parallel.mesh import num_groups, over_groups, page_sharding, row_sharding
 from jaxinfer.types import StepPlan
+from jaxinfer_kernels import KVPages
 
 COMPILE_THREADS = 2
 
-KVPages = tuple[jax.Array, ...]
 LogprobArrays = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # as token_logprobs returns them
 Program = Callable[..., Any]
 
@@ -56,12 +56,12 @@ class Programs:
 
 def decode_step(
     model: Transformer,
-    kv_pages: KVPages,
+    kv_pages: tuple[KVPages, ...],
     last_tokens: jax.Array,
     batch: StepBatch,
     *,
     attend: AttentionFn,
-) -> tuple[KVPages, jax.Array]:
+) -> tuple[tuple[KVPages, ...], jax.Array]:
     """One token of each decode row: the pages, and the hidden state of the sampled rows [M, D]."""
     token_ids = last_tokens[batch.decode_slots]
     hidden, kv_pages = model(token_ids, batch.positions, kv_pages, batch.attention, attend)
@@ -70,12 +70,12 @@ def decode_step(
 
 def prefill_step(
     model: Transformer,
-    kv_pages: KVPages,
+    kv_pages: tuple[KVPages, ...],
     last_tokens: jax.Array,
     batch: StepBatch,
     *,
     attend: AttentionFn,
-) -> tuple[KVPages, jax.Array, jax.Array]:
+) -> tuple[tuple[KVPages, ...], jax.Array, jax.Array]:
     """Chunks of prompts, and the decodes that ride along. Gives the prefill rows' hidden state [C, D] too."""
     num_decodes = batch.decode_slots.shape[0]
     token_ids = batch.token_ids.at[:num_decodes].set(last_tokens[batch.decode_slots])

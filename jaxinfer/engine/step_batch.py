@@ -17,9 +17,9 @@ from jaxinfer.config import CacheConfig, SchedulerConfig
 from jaxinfer.memory.ledger import page_table_width
 from jaxinfer.ops.sampling import SamplingBatch, SamplingRows
 from jaxinfer.types import ScheduledSeq, StepPlan
-from jaxinfer_kernels import AttentionMetadata, QueryTiles
+from jaxinfer_kernels import AttentionMetadata, QueryTiles, prefill_tile_tokens
 
-PREFILL_TILE = 32
+PREFILL_TILE = prefill_tile_tokens("xla")
 
 
 @dataclass(frozen=True, order=True)

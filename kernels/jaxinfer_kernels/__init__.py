@@ -1,12 +1,26 @@
-"""Attention over a paged KV cache: arrays in, arrays out. Knows no model, mesh or flag."""
+"""Attention over a paged KV cache, and matmuls: arrays in, arrays out. Knows no model, mesh or flag."""
 
-from jaxinfer_kernels.api import paged_attention
-from jaxinfer_kernels.layout import AttentionMetadata, QueryTiles, kv_pages_shape, kv_tile_tokens
+from jaxinfer_kernels.api import grouped_matmul, paged_attention
+from jaxinfer_kernels.layout import (
+    AttentionMetadata,
+    Backend,
+    KVPages,
+    QueryTiles,
+    create_kv_pages,
+    kv_pages_shape,
+    kv_tile_tokens,
+    prefill_tile_tokens,
+)
 
 __all__ = [
     "AttentionMetadata",
+    "Backend",
+    "KVPages",
     "QueryTiles",
+    "create_kv_pages",
+    "grouped_matmul",
     "kv_pages_shape",
     "kv_tile_tokens",
     "paged_attention",
+    "prefill_tile_tokens",
 ]

@@ -1,54 +1,184 @@
-"""The public ops: arguments checked by name, then the path for the platform."""
+"""The public ops: arguments checked by name, then the backend for the platform."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, overload
+
 import jax
 
-from jaxinfer_kernels import xla
-from jaxinfer_kernels.layout import AttentionMetadata
+from jaxinfer_kernels import grouped, xla
+from jaxinfer_kernels.checks import check_grouped_matmul, check_paged_attention
+from jaxinfer_kernels.layout import AttentionMetadata, Backend, KVPages, kv_pages_shape
+
+# Each op by backend. All take the public op's arrays by place and its options by name, and give the
+# log-sum-exp always; kernels take `interpret` too. A backend is added here and in layout.py.
+_PAGED_ATTENTION: Mapping[Backend, Callable[..., Any]] = {"xla": xla.paged_attention}
+
+# What the platform that is lowered for runs with backend="auto"; any other runs xla.
+_PLATFORM_BACKENDS: Mapping[str, Backend] = {"tpu": "tpu", "cuda": "gpu"}
+
+
+@overload
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_pages: KVPages,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    attention_chunk: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: Literal[False] = False,
+    backend: Backend | Literal["auto"] = "auto",
+    interpret: bool = False,
+) -> tuple[jax.Array, KVPages]: ...
+
+
+@overload
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_pages: KVPages,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    attention_chunk: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: Literal[True],
+    backend: Backend | Literal["auto"] = "auto",
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, KVPages]: ...
 
 
 def paged_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    kv_pages: jax.Array,
+    kv_pages: KVPages,
     metadata: AttentionMetadata,
     *,
     scale: float,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
+    backend: Backend | Literal["auto"] = "auto",
+    interpret: bool = False,
+) -> tuple[jax.Array, KVPages] | tuple[jax.Array, jax.Array, KVPages]:
     """Writes a step's keys and values into their pages, then attends to everything up to each query.
+
+    A sequence's output depends on its own queries, keys and values alone, bit for bit: not on the
+    batch, the pages' places, nor on chunks that end at multiples of the prefill tile.
 
     Args:
       q: [T, N, H] queries, rotated.
-      k: [T, K, H] keys, rotated; N is a multiple of K.
-      v: [T, K, H] values.
-      kv_pages: [num_pages, 2K, page_size, H], donated by the caller so that it is written in place.
+      k: [T, K, H] keys, rotated; N is a multiple of K. In q's dtype.
+      v: [T, K, H] values, in q's dtype.
+      kv_pages: the layer's cache, donated by the caller so that it is written in place. int8 and
+        float8_e4m3fn caches get a scale a token and head, which multiplies logits and weights.
       metadata: which rows belong to which sequence, and where their pages lie.
       scale: multiplies q.k.
       sliding_window: a query sees so many positions, its own included; None sees all.
+      attention_chunk: c lets a query at position p see those from p // c * c on (Llama 4's
+        chunked-local attention); None sees all.
       soft_cap: c in c * tanh(logits / c); None is off.
+      sinks: [N] f32, a further logit a head, neither scaled nor capped, that takes weight and gives no
+        value (gpt-oss).
+      return_lse: whether to give the log of each query's sum of exponentials, the sink's included.
+      backend: "auto" is the backend whose layout the pages have; where several share it, the one of
+        the platform that is lowered for.
+      interpret: runs the kernel of a named backend, tpu or gpu, by interpretation on the CPU.
 
     Returns:
-      [T, N, H] outputs in q's dtype (padding rows hold what they like) and the pages.
+      [T, N, H] outputs in q's dtype, with `return_lse` then [T, N] f32, and the pages. Padding rows
+      hold what they like.
 
     Raises:
-      ValueError: a shape does not fit, by the argument's name.
+      ValueError: an argument does not fit or the backend does not support it, by the argument's name.
     """
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"q{q.shape}, k{k.shape} and v{v.shape} must be [T, N, H], [T, K, H], [T, K, H], K dividing N"
-        )
-    if kv_pages.shape[1] != 2 * k.shape[1] or kv_pages.shape[3] != k.shape[2]:
-        raise ValueError(
-            f"kv_pages{kv_pages.shape} must be [num_pages, {2 * k.shape[1]}, page_size, {k.shape[2]}]"
-        )
-    if metadata.kv_write_index.shape != q.shape[:1]:
-        raise ValueError(f"metadata.kv_write_index{metadata.kv_write_index.shape} must be [{q.shape[0]}]")
-    if metadata.decode is None and metadata.prefill is None:
-        raise ValueError("metadata holds neither decode nor prefill rows")
-    return xla.paged_attention(
-        q, k, v, kv_pages, metadata, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
+    check_paged_attention(
+        q,
+        k,
+        v,
+        kv_pages,
+        metadata,
+        sliding_window=sliding_window,
+        attention_chunk=attention_chunk,
+        soft_cap=soft_cap,
+        sinks=sinks,
     )
+    _check_backend("paged_attention", _PAGED_ATTENTION, backend, interpret)
+    num_pages, page_size = kv_pages.data.shape[0], kv_pages.page_size
+    num_kv_heads, head_dim = k.shape[1:]
+    fitting: dict[Backend, Callable[..., Any]] = {}
+    for name, function in _PAGED_ATTENTION.items():
+        layout = kv_pages_shape(num_pages, page_size, num_kv_heads, head_dim, name)
+        if backend in ("auto", name) and layout == kv_pages.data.shape:
+            options = dict(interpret=interpret) if name != "xla" else {}
+            fitting[name] = partial(
+                function,
+                scale=scale,
+                sliding_window=sliding_window,
+                attention_chunk=attention_chunk,
+                soft_cap=soft_cap,
+                **options,
+            )
+    if not fitting:
+        raise ValueError(
+            f"kv_pages.data{kv_pages.data.shape} is not in the layout of backend={backend!r}: see "
+            f"kv_pages_shape({num_pages}, {page_size}, {num_kv_heads}, {head_dim}, backend)"
+        )
+    out, lse, kv_pages = _run(fitting, q, k, v, kv_pages, metadata, sinks)
+    return (out, lse, kv_pages) if return_lse else (out, kv_pages)
+
+
+def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Multiplies each group of rows by the group's own matrix: the experts of a mixture.
+
+    Args:
+      lhs: [M, D] rows, those of group 0 first.
+      rhs: [E, F, D] matrices, feature-major.
+      group_sizes: [E] int32, rows of each group; together at most M. Rows after the last are padding.
+
+    Returns:
+      [M, F] in lhs' dtype, summed in float32: lhs[i] @ rhs[group of i].T. Padding rows are 0.
+
+    Raises:
+      ValueError: a shape or dtype does not fit, by the argument's name.
+    """
+    check_grouped_matmul(lhs, rhs, group_sizes)
+    return jax.lax.platform_dependent(
+        lhs, rhs, group_sizes, tpu=grouped.ragged_dot, default=grouped.blocked_matmul
+    )
+
+
+def _check_backend(
+    op: str, implementations: Mapping[Backend, Callable[..., Any]], backend: str, interpret: bool
+) -> None:
+    """Raises ValueError for a backend that the op does not have, and for one that nobody interprets."""
+    if backend not in ("auto", *implementations):
+        names = ", ".join(("auto", *implementations))
+        raise ValueError(f"backend={backend!r} must be one of {names}: {op} has no other")
+    if interpret and backend in ("auto", "xla"):
+        raise ValueError(f"interpret=True needs a backend with a kernel by name, not backend={backend!r}")
+
+
+def _run(implementations: Mapping[Backend, Callable[..., Any]], *args: Any) -> Any:
+    """Calls the only implementation, or that of the platform that is lowered for."""
+    if len(implementations) == 1:
+        return next(iter(implementations.values()))(*args)
+    branches = {
+        platform: implementations[backend]
+        for platform, backend in _PLATFORM_BACKENDS.items()
+        if backend in implementations
+    }
+    return jax.lax.platform_dependent(*args, **branches, default=implementations["xla"])

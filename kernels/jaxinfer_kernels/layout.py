@@ -1,4 +1,4 @@
-"""The shape of the KV cache and of the metadata that describes one step to the kernels.
+"""The layout of the KV cache, and the metadata that describes one step to the kernels.
 
 Dims: T tokens of the step, R query tiles, B queries a tile, P pages a sequence, N query heads,
 K kv heads, H head_dim.
@@ -7,10 +7,50 @@ K kv heads, H head_dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+Backend = Literal["tpu", "gpu", "xla"]
 
 KV_TILE_TOKENS = 64  # keys that one pass of the reduction takes; 128 and 256 read more padding
+QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
+KV_DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED_DTYPES)
+
+# What the xla backend keeps of a dtype: XLA on the CPU converts a whole float8 cache to write one row
+# (a bfloat16 one too, with jax 0.10), so it gets their bits and only rows in use become floats.
+_XLA_STORAGE = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
+_XLA_STORED = {storage: dtype for dtype, storage in _XLA_STORAGE.items()}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVPages:
+    """One layer's KV cache, donated to `paged_attention` so that it is written in place.
+
+    Every backend's layout has pages as its first dimension and positions as its third.
+
+    Attributes:
+      data: in the shape of `kv_pages_shape`. The xla backend keeps bfloat16 as uint16 bits and
+        float8_e4m3fn as uint8 bits.
+      scales: [num_pages, 2K, page_size] f32 where data is int8 or float8_e4m3fn: what to multiply a
+        token's K (even rows) or V (odd rows) of one head by. None for floats.
+    """
+
+    data: jax.Array
+    scales: jax.Array | None
+
+    @property
+    def dtype(self) -> Any:
+        """The numpy dtype of the numbers, whatever they are kept as."""
+        return jnp.dtype(_XLA_STORED.get(self.data.dtype.name, self.data.dtype.name))
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.data.shape[2]
 
 
 @jax.tree_util.register_dataclass
@@ -22,7 +62,7 @@ class QueryTiles:
     are padding, and so is a whole tile whose kv_len is 0.
     """
 
-    page_table: jax.Array  # [R, P] i32; entries past the sequence's pages are never read
+    page_table: jax.Array  # [R, P] i32; entries past the sequence's pages are any valid page
     start: jax.Array  # [R] i32
     kv_len: jax.Array  # [R] i32
 
@@ -38,15 +78,63 @@ class AttentionMetadata:
 
 
 def kv_pages_shape(
-    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
+    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, backend: Backend = "xla"
 ) -> tuple[int, int, int, int]:
-    """Shape of one layer's pages: [num_pages, 2K, page_size, H], K in even rows and V in odd ones.
+    """Shape of one layer's `KVPages.data`.
 
-    Heads come before positions so that one gather of (page, head) rows yields contiguous
-    [R, K, tokens, H] operands: with positions first, XLA on the CPU spends more time transposing
-    the gathered pages than multiplying them.
+    xla: [num_pages, 2K, page_size, H], K in even rows and V in odd ones. Heads come before positions
+    so that one gather of (page, head) rows yields contiguous [R, K, tokens, H] operands: with
+    positions first, XLA on the CPU spends more time transposing the gathered pages than multiplying
+    them.
+
+    Raises:
+      ValueError: the backend has no layout.
     """
+    if backend != "xla":
+        raise ValueError(f"backend={backend!r} has no layout of KV pages; 'xla' has")
     return (num_pages, 2 * num_kv_heads, page_size, head_dim)
+
+
+def create_kv_pages(
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    backend: Backend = "xla",
+    *,
+    device: jax.sharding.Sharding | None = None,
+) -> KVPages:
+    """Zeros: one layer's cache, placed as `device` says (kv heads are dimension 1 of both its arrays).
+
+    Raises:
+      ValueError: dtype is none of KV_DTYPES, or what `kv_pages_shape` raises.
+    """
+    name = jnp.dtype(dtype).name
+    if name not in KV_DTYPES:
+        raise ValueError(f"dtype={name!r} must be one of {', '.join(KV_DTYPES)}")
+    shape = kv_pages_shape(num_pages, page_size, num_kv_heads, head_dim, backend)
+    stored = _XLA_STORAGE.get(name, name) if backend == "xla" else name
+    scales = None
+    if name in QUANTIZED_DTYPES:
+        scales = jnp.zeros((num_pages, 2 * num_kv_heads, page_size), jnp.float32, device=device)
+    return KVPages(jnp.zeros(shape, stored, device=device), scales)
+
+
+def pack_kv_pages(numbers: jax.Array, scales: jax.Array | None, backend: Backend = "xla") -> KVPages:
+    """Numbers [num_pages, 2K, page_size, H] (K in even rows) in one of KV_DTYPES, in a backend's layout."""
+    num_pages, num_rows, page_size, head_dim = numbers.shape
+    kv_pages_shape(num_pages, page_size, num_rows // 2, head_dim, backend)  # raises where there is none
+    name = numbers.dtype.name
+    return KVPages(jax.lax.bitcast_convert_type(numbers, _XLA_STORAGE.get(name, name)), scales)
+
+
+def unpack_kv_pages(
+    kv_pages: KVPages, num_kv_heads: int, head_dim: int, backend: Backend = "xla"
+) -> jax.Array:
+    """The numbers that `pack_kv_pages` takes, not yet multiplied by their scales."""
+    kv_pages_shape(kv_pages.data.shape[0], kv_pages.page_size, num_kv_heads, head_dim, backend)
+    return jax.lax.bitcast_convert_type(kv_pages.data, kv_pages.dtype)
 
 
 def kv_tile_tokens(page_size: int) -> int:
@@ -57,3 +145,27 @@ def kv_tile_tokens(page_size: int) -> int:
     if page_size < 1 or (KV_TILE_TOKENS % page_size and page_size % KV_TILE_TOKENS):
         raise ValueError(f"page_size={page_size} must divide {KV_TILE_TOKENS} or be a multiple of it")
     return max(KV_TILE_TOKENS, page_size)
+
+
+def prefill_tile_tokens(backend: Backend = "xla") -> int:
+    """B, the rows of a prefill tile that the backend is fastest with.
+
+    Raises:
+      ValueError: the backend has no such number.
+    """
+    if backend != "xla":
+        raise ValueError(f"backend={backend!r} has no prefill tile; 'xla' has")
+    return 32
+
+
+def first_seen(positions: jax.Array, sliding_window: int | None, attention_chunk: int | None) -> jax.Array:
+    """The first position that queries at `positions` see.
+
+    A window of w shows w positions, the query's own included; with chunks of c, a query sees its own
+    chunk, which starts at a multiple of c. At most one is not None.
+    """
+    if sliding_window is not None:
+        return jnp.maximum(positions - (sliding_window - 1), 0)
+    if attention_chunk is not None:
+        return positions - jax.lax.rem(positions, jnp.int32(attention_chunk))
+    return jnp.zeros_like(positions)

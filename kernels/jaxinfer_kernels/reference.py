@@ -1,80 +1,88 @@
-"""Each op in its plainest form, one query at a time: what the kernels are tested against."""
+"""Each op in its plainest form, float64 and loops in numpy: what the kernels are tested against."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from jaxinfer_kernels.layout import AttentionMetadata, QueryTiles
+from jaxinfer_kernels.layout import AttentionMetadata, KVPages
 
 
 def paged_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    kv_pages: jax.Array,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    kv_pages: KVPages,
     metadata: AttentionMetadata,
     *,
     scale: float,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Same contract as `api.paged_attention`, in float64 and Python loops. Padding rows are 0."""
-    pages = np.array(kv_pages, np.float64)
-    page_size = pages.shape[2]
-    queries = np.asarray(q, np.float64)
-    for token, index in enumerate(np.asarray(metadata.kv_write_index)):
-        pages[index // page_size, 0::2, index % page_size] = np.asarray(k[token], np.float64)
-        pages[index // page_size, 1::2, index % page_size] = np.asarray(v[token], np.float64)
-    out = np.zeros_like(queries)
-    row = 0
+    sinks: ArrayLike | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """The contract of `api.paged_attention`, on pages in the layout of the xla backend.
+
+    Returns:
+      Outputs [T, N, H] and log-sum-exps [T, N], 0 in padding rows; the cache's data [num_pages, 2K,
+      page_size, H] in float64, before it is scaled, and its scales or None.
+    """
+    queries, k, v = np.asarray(q, np.float64), np.asarray(k, np.float32), np.asarray(v, np.float32)
+    data = np.asarray(kv_pages.data).view(kv_pages.dtype).astype(np.float64)
+    scales = None if kv_pages.scales is None else np.array(kv_pages.scales)
+    with np.errstate(invalid="ignore"):  # padding rows and pages that nobody owns hold what they like
+        for index, *kv in zip(np.asarray(metadata.kv_write_index), k, v, strict=True):
+            page, offset = divmod(int(index), kv_pages.page_size)
+            for first, numbers in enumerate(kv):
+                if scales is not None:
+                    numbers, scales[page, first::2, offset] = _quantize(numbers, kv_pages.dtype)
+                data[page, first::2, offset] = numbers.astype(kv_pages.dtype)
+        cache = data if scales is None else data * scales[..., None].astype(np.float64)
+    sink_logits = None if sinks is None else np.asarray(sinks, np.float64)
+    out, lse = np.zeros(queries.shape), np.zeros(queries.shape[:2])
+    for row, position, page_table in _rows(metadata, len(queries)):
+        first = 0
+        if sliding_window is not None:
+            first = max(0, position - sliding_window + 1)
+        elif attention_chunk is not None:
+            first = position // attention_chunk * attention_chunk
+        seen = np.arange(first, position + 1)
+        kv = cache[page_table[seen // kv_pages.page_size], :, seen % kv_pages.page_size]  # [seen, 2K, H]
+        group = queries.shape[1] // (kv.shape[1] // 2)
+        for head in range(queries.shape[1]):
+            logits = kv[:, 2 * (head // group)] @ queries[row, head] * scale
+            if soft_cap is not None:
+                logits = soft_cap * np.tanh(logits / soft_cap)
+            everything = logits if sink_logits is None else np.append(logits, sink_logits[head])
+            lse[row, head] = everything.max() + np.log(np.exp(everything - everything.max()).sum())
+            out[row, head] = np.exp(logits - lse[row, head]) @ kv[:, 2 * (head // group) + 1]
+    return out, lse, data, scales
+
+
+def _quantize(x: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [K, H] to numbers of the dtype, still float32, and scales [K]."""
+    largest = 127 if dtype == np.int8 else 448
+    scale = np.abs(x).max(-1) * np.float32(1 / largest)
+    numbers = np.clip(x * (1 / np.where(scale > 0, scale, 1))[:, None], -largest, largest)
+    return np.rint(numbers) if dtype == np.int8 else numbers, scale
+
+
+def _rows(metadata: AttentionMetadata, num_rows: int) -> list[tuple[int, int, np.ndarray]]:
+    """Row, position in its sequence and page table of each row that is not padding."""
+    rows = []
+    first = 0
     for tiles in (metadata.decode, metadata.prefill):
         if tiles is None:
             continue
-        num_tiles = tiles.start.shape[0]
-        block = 1 if tiles is metadata.decode else (q.shape[0] - row) // num_tiles
-        for tile in range(num_tiles):
-            for offset in range(int(tiles.kv_len[tile]) - int(tiles.start[tile])):
-                out[row + tile * block + offset] = _attend_one(
-                    queries[row + tile * block + offset],
-                    pages,
-                    tiles,
-                    tile,
-                    offset,
-                    scale,
-                    sliding_window,
-                    soft_cap,
-                )
-        row += num_tiles * block
-    return out, pages
-
-
-def _attend_one(
-    query: np.ndarray,
-    pages: np.ndarray,
-    tiles: QueryTiles,
-    tile: int,
-    offset: int,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-) -> np.ndarray:
-    position = int(tiles.start[tile]) + offset
-    first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-    seen = np.arange(first, position + 1)
-    page_ids = np.asarray(tiles.page_table[tile])[seen // pages.shape[2]]
-    kv = pages[page_ids, :, seen % pages.shape[2]]  # [seen, 2K, H]
-    num_kv_heads = kv.shape[1] // 2
-    group = query.shape[0] // num_kv_heads
-    out = np.zeros_like(query)
-    for head in range(query.shape[0]):
-        logits = kv[:, 2 * (head // group)] @ query[head] * scale
-        if soft_cap is not None:
-            logits = soft_cap * np.tanh(logits / soft_cap)
-        weights = np.exp(logits - logits.max())
-        out[head] = weights @ kv[:, 2 * (head // group) + 1] / weights.sum()
-    return out
+        start, kv_len, page_table = (np.asarray(x) for x in (tiles.start, tiles.kv_len, tiles.page_table))
+        block = 1 if tiles is metadata.decode else (num_rows - first) // len(start)
+        for tile in range(len(start)):
+            for offset in range(kv_len[tile] - start[tile]):
+                rows.append((first + tile * block + offset, int(start[tile]) + offset, page_table[tile]))
+        first += len(start) * block
+    return rows
 
 
 def dense_attention(
@@ -96,3 +104,14 @@ def dense_attention(
     seen = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
     weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
     return jnp.einsum("nts,snh->tnh", weights, v.astype(jnp.float32)).astype(q.dtype)
+
+
+def grouped_matmul(lhs: ArrayLike, rhs: ArrayLike, group_sizes: ArrayLike) -> np.ndarray:
+    """The contract of `api.grouped_matmul`, in float64."""
+    rows, matrices = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
+    out = np.zeros((len(rows), matrices.shape[1]))
+    first = 0
+    for matrix, size in zip(matrices, np.asarray(group_sizes).tolist(), strict=True):
+        out[first : first + size] = rows[first : first + size] @ matrix.T
+        first += size
+    return out

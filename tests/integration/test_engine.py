@@ -151,10 +151,10 @@ def test_nan_in_unused_pages_changes_nothing(tokenizer: Path, alone: dict) -> No
     """Every page starts as NaN, the null page stays so, and pages freed are NaN again."""
     engine = make_engine(tokenizer, max_num_seqs=32, enable_prefix_caching=False)
     runner = engine._runner
-    runner.kv_pages = tuple(jnp.full_like(pages, jnp.nan) for pages in runner.kv_pages)
+    runner.kv_pages = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), runner.kv_pages)
 
     def poison_the_null_page(step: int) -> None:
-        runner.kv_pages = tuple(pages.at[0].set(jnp.nan) for pages in runner.kv_pages)
+        runner.kv_pages = jax.tree.map(lambda pages: pages.at[0].set(jnp.nan), runner.kv_pages)
 
     assert_as_alone(run(engine, mixed_requests(), poison_the_null_page), alone)
 

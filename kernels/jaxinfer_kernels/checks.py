@@ -1,0 +1,124 @@
+"""Arguments of the public ops, checked by name before any backend sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer_kernels.layout import (
+    KV_DTYPES,
+    QUANTIZED_DTYPES,
+    AttentionMetadata,
+    KVPages,
+    QueryTiles,
+    kv_tile_tokens,
+)
+
+
+def check_paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_pages: KVPages,
+    metadata: AttentionMetadata,
+    *,
+    sliding_window: int | None,
+    attention_chunk: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+) -> None:
+    """Raises ValueError where an argument of `api.paged_attention` does not fit. The layout is apart."""
+    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[::2] != k.shape[::2]:
+        raise ValueError(f"q{q.shape}, k{k.shape} and v{v.shape} must be [T, N, H], [T, K, H], [T, K, H]")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"q{q.shape} must have a multiple of k's heads, k{k.shape}")
+    if q.dtype != k.dtype or q.dtype != v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q ({q.dtype}), k ({k.dtype}) and v ({v.dtype}) must have one float dtype")
+    check_kv_pages(kv_pages, num_rows=2 * k.shape[1])
+    check_metadata(metadata, q.shape[0], kv_pages.page_size)
+    positives = {"sliding_window": sliding_window, "attention_chunk": attention_chunk, "soft_cap": soft_cap}
+    check_positive(positives)
+    if sliding_window is not None and attention_chunk is not None:
+        raise ValueError(
+            f"sliding_window={sliding_window} and attention_chunk={attention_chunk}: one must be None"
+        )
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.dtype != jnp.float32):
+        raise ValueError(f"sinks{sinks.shape} ({sinks.dtype}) must be [{q.shape[1]}] float32")
+
+
+def check_positive(values: Mapping[str, float | None]) -> None:
+    """Raises ValueError for a value that is neither None nor above 0."""
+    for name, value in values.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"{name}={value} must be above 0, or None")
+
+
+def check_kv_pages(kv_pages: KVPages, *, num_rows: int) -> None:
+    """Raises ValueError where the pages' dtype, page size or scales do not fit."""
+    if kv_pages.dtype.name not in KV_DTYPES:
+        raise ValueError(f"kv_pages.data ({kv_pages.data.dtype}) must hold one of {', '.join(KV_DTYPES)}")
+    kv_tile_tokens(kv_pages.page_size)
+    scales = kv_pages.scales
+    if kv_pages.dtype.name not in QUANTIZED_DTYPES:
+        if scales is not None:
+            raise ValueError(f"kv_pages.scales must be None where kv_pages.data is {kv_pages.dtype}")
+        return
+    shape = (kv_pages.data.shape[0], num_rows, kv_pages.page_size)
+    if scales is None or scales.shape != shape or scales.dtype != jnp.float32:
+        got = "None" if scales is None else f"{scales.shape} ({scales.dtype})"
+        raise ValueError(f"kv_pages.scales is {got} and must be {shape} (float32) for {kv_pages.dtype}")
+
+
+def check_metadata(metadata: AttentionMetadata, num_tokens: int, page_size: int) -> None:
+    """Raises ValueError where the metadata does not describe `num_tokens` rows."""
+    index = metadata.kv_write_index
+    if index.shape != (num_tokens,) or index.dtype != jnp.int32:
+        raise ValueError(f"metadata.kv_write_index{index.shape} ({index.dtype}) must be [{num_tokens}] int32")
+    if metadata.decode is None and metadata.prefill is None:
+        raise ValueError("metadata.decode and metadata.prefill are both None: one must hold rows")
+    if metadata.decode is not None:
+        _check_tiles("decode", metadata.decode, page_size)
+    num_decodes = 0 if metadata.decode is None else metadata.decode.start.shape[0]
+    if metadata.prefill is None:
+        if num_decodes != num_tokens:
+            raise ValueError(f"metadata.decode.start has {num_decodes} rows and q {num_tokens}")
+        return
+    _check_tiles("prefill", metadata.prefill, page_size)
+    num_rows, num_tiles = num_tokens - num_decodes, metadata.prefill.start.shape[0]
+    if num_rows <= 0 or num_rows % num_tiles:
+        raise ValueError(
+            f"metadata.prefill has {num_tiles} tiles, which must divide the {num_rows} rows of q that are "
+            f"left after {num_decodes} decodes"
+        )
+
+
+def _check_tiles(name: str, tiles: QueryTiles, page_size: int) -> None:
+    num_tiles = tiles.start.shape[0]
+    for field in ("page_table", "start", "kv_len"):
+        array = getattr(tiles, field)
+        rank = 2 if field == "page_table" else 1
+        if array.ndim != rank or array.shape[0] != num_tiles or array.dtype != jnp.int32:
+            wanted = f"[{num_tiles}, P]" if rank == 2 else f"[{num_tiles}]"
+            raise ValueError(
+                f"metadata.{name}.{field}{array.shape} ({array.dtype}) must be {wanted} of int32"
+            )
+    tile = kv_tile_tokens(page_size)
+    if tiles.page_table.shape[1] * page_size % tile:
+        raise ValueError(
+            f"metadata.{name}.page_table{tiles.page_table.shape} must hold whole tiles of {tile} tokens, "
+            f"in pages of {page_size}"
+        )
+
+
+def check_grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
+    """Raises ValueError where an argument of `api.grouped_matmul` does not fit."""
+    if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[2]:
+        raise ValueError(f"lhs{lhs.shape} and rhs{rhs.shape} must be [M, D] and [E, F, D]")
+    if lhs.dtype != rhs.dtype or not jnp.issubdtype(lhs.dtype, jnp.floating):
+        raise ValueError(f"lhs ({lhs.dtype}) and rhs ({rhs.dtype}) must have one float dtype")
+    if group_sizes.shape != rhs.shape[:1] or group_sizes.dtype != jnp.int32:
+        raise ValueError(
+            f"group_sizes{group_sizes.shape} ({group_sizes.dtype}) must be [{rhs.shape[0]}] int32"
+        )

@@ -1,0 +1,30 @@
+"""Numbers to int8 and float8 with scales, the same in every backend."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # what a scale maps the largest magnitude to
+
+
+def quantize(x: jax.Array, dtype: DTypeLike, *, axis: int = -1) -> tuple[jax.Array, jax.Array]:
+    """Symmetric quantisation with one scale for all of `axis`, so that values * scale is about x.
+
+    Rounds to nearest, ties to even. The scale is the largest magnitude over 127 (int8) or over 448
+    (float8_e4m3fn), and 0 where all are 0.
+
+    Returns:
+      The values in `dtype`, and f32 scales in x's shape without `axis`.
+    """
+    name = jnp.dtype(dtype).name
+    largest = LARGEST[name]
+    wide = x.astype(jnp.float32)
+    # XLA may make products of divisions, so they are written as such: the same bits wherever it runs.
+    scale = jnp.abs(wide).max(axis, keepdims=True) * np.float32(1 / largest)
+    values = jnp.clip(wide * (1 / jnp.where(scale > 0, scale, 1)), -largest, largest)
+    if name == "int8":
+        values = jnp.round(values)
+    return values.astype(dtype), scale.squeeze(axis)

@@ -1,0 +1,125 @@
+"""A sequence's attention is bit for bit the same whatever else the step holds and wherever its pages lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer_kernels import AttentionMetadata, Backend, QueryTiles, prefill_tile_tokens
+from jaxinfer_kernels.layout import unpack_kv_pages
+from jaxinfer_kernels.specs import AttentionSpec
+from tests.kernels.attention_cases import BACKENDS, Case, make_case, run
+
+SPECS = {
+    "plain": AttentionSpec("plain", 4, 2, 64),
+    "window": AttentionSpec("window", 4, 2, 64, sliding_window=70, sinks=True),
+    "chunk": AttentionSpec("chunk", 4, 2, 64, attention_chunk=96, page_size=32),
+}
+cases = pytest.mark.parametrize(
+    ("name", "dtype", "kv_dtype"),
+    [
+        ("plain", "float32", "float32"),
+        ("window", "float32", "int8"),
+        pytest.param("plain", "bfloat16", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("chunk", "float32", "float8_e4m3fn", marks=pytest.mark.slow),
+    ],
+)
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def take(case: Case, decodes: slice, tiles: slice) -> Case:
+    """A step of some of a step's decodes and tiles, on the same pages."""
+    num_decodes = len(case.metadata.decode.start)  # type: ignore[union-attr]
+    block = prefill_tile_tokens(case.backend)
+    rows = np.arange(len(case.valid))
+    kept = np.concatenate([rows[:num_decodes][decodes], rows[num_decodes:].reshape(-1, block)[tiles].ravel()])
+
+    def part(x: QueryTiles | None, which: slice) -> QueryTiles | None:
+        x = jax.tree.map(lambda leaf: leaf[which], x)
+        return x if x is not None and len(x.start) else None
+
+    metadata = AttentionMetadata(
+        case.metadata.kv_write_index[kept],
+        part(case.metadata.decode, decodes),
+        part(case.metadata.prefill, tiles),
+    )
+    return replace(
+        case, q=case.q[kept], k=case.k[kept], v=case.v[kept], metadata=metadata, valid=case.valid[kept]
+    )
+
+
+def same(one: Sequence[Any], other: Sequence[Any]) -> None:
+    for x, y in zip(one, other, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@backends
+@cases
+def test_alone_or_in_a_batch(backend: Backend, name: str, dtype: str, kv_dtype: str) -> None:
+    tile = prefill_tile_tokens(backend)
+    case = make_case(
+        SPECS[name],
+        [70, 500, 0, 260],
+        [(64, tile), (128, 2 * tile)],
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        backend=backend,
+    )
+    out, lse, _ = run(case)
+    nothing = slice(0)
+    for decode, row in ((0, 0), (1, 1), (3, 2)):
+        alone = run(take(case, slice(decode, decode + 1), nothing))
+        same(alone[:2], (out[row : row + 1], lse[row : row + 1]))
+    for tiles, first in ((slice(0, 1), 3), (slice(1, 3), 3 + tile)):
+        rows = slice(first, first + tile * (tiles.stop - tiles.start))
+        same(run(take(case, nothing, tiles))[:2], (out[rows], lse[rows]))
+
+
+@backends
+@cases
+def test_in_chunks_or_at_once(backend: Backend, name: str, dtype: str, kv_dtype: str) -> None:
+    """Chunks that end at multiples of the prefill tile, the last of which ends where the prompt does."""
+    tile = prefill_tile_tokens(backend)
+    case = make_case(SPECS[name], [0], [(0, 5 * tile - 3)], dtype=dtype, kv_dtype=kv_dtype, backend=backend)
+    out, lse, pages = run(case)
+    parts, after = [], pages
+    for tiles in (slice(0, 2), slice(2, 3), slice(3, 5)):
+        part = take(case, slice(0), tiles)
+        *results, after = run(part)
+        parts.append(results)
+        numbers = unpack_kv_pages(after, part.spec.num_kv_heads, part.spec.head_dim, backend)
+        case = replace(case, numbers=numbers, scales=after.scales)
+    same(tuple(np.concatenate(x) for x in zip(*parts, strict=True)), (out, lse))
+    same(
+        jax.tree.leaves(jax.tree.map(lambda x: x[1:], after)),
+        jax.tree.leaves(jax.tree.map(lambda x: x[1:], pages)),
+    )
+
+
+@backends
+@cases
+def test_pages_moved(backend: Backend, name: str, dtype: str, kv_dtype: str) -> None:
+    case = make_case(SPECS[name], [70, 300], [(40, 50)], dtype=dtype, kv_dtype=kv_dtype, backend=backend)
+    moved_to = np.random.default_rng(1).permutation(len(case.numbers) - 1) + 1
+    moved_to = np.concatenate([[0], moved_to])
+    came_from = np.argsort(moved_to)
+    page_size = case.spec.page_size
+
+    def move(tiles: QueryTiles | None) -> QueryTiles | None:
+        return tiles and replace(tiles, page_table=moved_to.astype(np.int32)[tiles.page_table])
+
+    index = np.asarray(case.metadata.kv_write_index)
+    moved_index = jnp.asarray(moved_to[index // page_size] * page_size + index % page_size, jnp.int32)
+    moved = replace(
+        case,
+        numbers=case.numbers[came_from],
+        scales=None if case.scales is None else case.scales[came_from],
+        metadata=AttentionMetadata(moved_index, move(case.metadata.decode), move(case.metadata.prefill)),
+    )
+    same(run(moved)[:2], run(case)[:2])
