@@ -353,6 +353,7 @@ def _define_engine(values: FlagValues) -> None:
         "compilation_cache_dir",
         'Where compiled programs are kept; none is the cache directory, "" is nowhere.',
     )
+    switch("strict_shapes", "Fail where a step has to compile, instead of logging a warning.")
     text("rope_scaling", "A JSON object, as in config.json, in place of the model's own.")
     choice("verify", ["none", "size", "sha256"], "How the checkpoint's files are checked.")
     choice("load_format", ["auto", "dummy"], "dummy is random weights.")

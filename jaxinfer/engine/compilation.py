@@ -1,14 +1,25 @@
-"""Counts what XLA compiles, through jax's own monitoring events."""
+"""Counts what XLA compiles, and where, through jax's own monitoring events."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
+from absl import logging
 from jax import monitoring
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+
+class CompiledWhileServingError(RuntimeError):
+    """--strict_shapes: a step needed a program that start-up had not made."""
 
 
 def use_persistent_cache(directory: Path) -> None:
@@ -19,29 +30,83 @@ def use_persistent_cache(directory: Path) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-class CompilationCounter:
-    """Programs compiled in this process since it was made; those read from the persistent cache are apart."""
+@dataclass
+class Compilations:
+    """Programs that were needed and not there.
 
-    def __init__(self) -> None:
-        self._num_requests = 0
-        self.num_cache_hits = 0
-        monitoring.register_event_duration_secs_listener(self._on_duration)
-        monitoring.register_event_listener(self._on_event)
+    Attributes:
+      names: jax's, such as "jit(decode_step)", in order.
+      num_cache_hits: how many of them were read from the persistent cache and not compiled.
+    """
+
+    names: list[str] = field(default_factory=list)
+    num_cache_hits: int = 0
 
     @property
     def num_requests(self) -> int:
         """Programs that had to be compiled or read from the cache."""
-        return self._num_requests
+        return len(self.names)
 
     @property
     def num_compilations(self) -> int:
         """Programs that XLA compiled."""
-        return self._num_requests - self.num_cache_hits
+        return len(self.names) - self.num_cache_hits
 
-    def _on_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
+
+class CompilationCounter:
+    """What is compiled in this process from now on, in all and by the threads that `watch`."""
+
+    def __init__(self) -> None:
+        self.total = Compilations()
+        self._watched: dict[int, Compilations] = {}
+        monitoring.register_event_duration_secs_listener(self._on_duration)
+        monitoring.register_event_listener(self._on_event)
+
+    @contextmanager
+    def watch(self) -> Iterator[Compilations]:
+        """What the calling thread compiles inside."""
+        found = self._watched[threading.get_ident()] = Compilations()
+        try:
+            yield found
+        finally:
+            del self._watched[threading.get_ident()]
+
+    def _counts(self) -> Iterator[Compilations]:
+        yield self.total
+        # jax calls a listener in the thread that compiles.
+        if watched := self._watched.get(threading.get_ident()):
+            yield watched
+
+    def _on_duration(self, event: str, duration_secs: float, **labels: str | int) -> None:
         if event == _BACKEND_COMPILE:
-            self._num_requests += 1
+            for counts in self._counts():
+                counts.names.append(str(labels.get("fun_name", "a program")))
 
     def _on_event(self, event: str, **_: str | int) -> None:
         if event == _CACHE_HIT:
-            self.num_cache_hits += 1
+            for counts in self._counts():
+                counts.num_cache_hits += 1
+
+
+class CompileTable:
+    """How each program of start-up was come by, and in how many seconds. Many threads may use it."""
+
+    def __init__(self, counter: CompilationCounter) -> None:
+        self._counter = counter
+        self._rows: dict[str, tuple[float, str]] = {}
+
+    def make(self, name: str, compile_one: Callable[..., Any], *args: Any) -> Any:
+        """`compile_one(*args)`, noted under the name."""
+        start_s = time.monotonic()
+        with self._counter.watch() as found:
+            program = compile_one(*args)
+        source = "from the cache" if found.num_cache_hits else "compiled"
+        self._rows[name] = (time.monotonic() - start_s, source)
+        return program
+
+    def log(self, names: Iterable[str]) -> None:
+        """Logs the table, in the order of the names."""
+        logging.info("%-32s %8s", "program", "seconds")
+        for name in names:
+            seconds, source = self._rows[name]
+            logging.info("%-32s %8.2f  %s", name, seconds, source)

@@ -14,7 +14,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, parse_mesh
-from jaxinfer.engine.compilation import CompilationCounter, use_persistent_cache
+from jaxinfer.engine.compilation import CompilationCounter, CompiledWhileServingError, use_persistent_cache
 from jaxinfer.engine.host_memory import keep_freed_memory, use_huge_pages
 from jaxinfer.engine.outputs import LiveCompletion, LiveRequest
 from jaxinfer.engine.programs import compile_programs
@@ -91,6 +91,7 @@ class Engine:
                 resolved.cache,
                 resolved.scheduler,
                 mesh,
+                self._counter,
             )
             tokenizer = pool.submit(_load_tokenizer, config, path, reader, cache_dir)
             model = self._load_weights(reader, dtype, mesh)
@@ -113,20 +114,19 @@ class Engine:
         self._completions: dict[int, LiveCompletion] = {}
         self._next_seq_id = 0
         self._in_flight: InFlight | None = None
-        self._num_compiled_at_start = self._counter.num_compilations
-        self._num_requested_at_start = self._counter.num_requests
+        self._num_compiled_at_start = self._counter.total.num_compilations
         self._totals = _Totals()
         self._device = device
         self._measured_bytes = self._runner.memory_bytes()
         self.metrics.observe_memory(self._measured_bytes)
         logging.info(
-            "ready: %d pages of %d tokens, %d slots, length limit %d; %d programs, %d of them compiled now",
+            "ready: %d pages of %d tokens, %d slots, length limit %d; %d programs compiled, %d cached",
             self.cache_config.num_pages,
             self.cache_config.page_size,
             self.scheduler_config.max_num_seqs,
             self.scheduler_config.max_model_len,
-            self._num_requested_at_start,
             self._num_compiled_at_start,
+            self._counter.total.num_cache_hits,
         )
 
     def _load_weights(self, reader: CheckpointReader, dtype: jnp.dtype, mesh: Mesh | None) -> Transformer:
@@ -207,7 +207,18 @@ class Engine:
         return self._scheduler.has_unfinished() or self._in_flight is not None
 
     def step(self) -> list[TokenOutput]:
-        """Launches the next step, then reads the one before it. Returns what that one brought."""
+        """Launches the next step, then reads the one before it. Returns what that one brought.
+
+        Raises:
+          CompiledWhileServingError: something was compiled, which `strict_shapes` forbids.
+        """
+        with self._counter.watch() as compiled:
+            outputs = self._launch_and_read()
+        if compiled.names:
+            self._note_compiled(compiled.names)
+        return outputs
+
+    def _launch_and_read(self) -> list[TokenOutput]:
         start_s, worked_s = time.monotonic(), time.thread_time()
         previous, self._in_flight = self._in_flight, None
         plan = self._scheduler.schedule()
@@ -222,6 +233,15 @@ class Engine:
                 outputs.append(self._output(sequence, result))
         self.host_times_s.append(time.thread_time() - worked_s)
         return outputs
+
+    def _note_compiled(self, names: list[str]) -> None:
+        self._totals.num_compilations += len(names)
+        message = (
+            f"compiled while serving: {', '.join(names)}; start-up makes every program that a step needs"
+        )
+        if self.config.strict_shapes:
+            raise CompiledWhileServingError(message)
+        logging.warning("%s", message)
 
     def _note_scheduled(self, plan: StepPlan, now_s: float) -> None:
         totals = self._totals
@@ -289,7 +309,7 @@ class Engine:
             prefix_cache_queries=totals.prefix_cache_queries,
             prefix_cache_hits=totals.prefix_cache_hits,
             compilations_warmup=self._num_compiled_at_start,
-            compilations_serving=self._counter.num_requests - self._num_requested_at_start,
+            compilations_serving=totals.num_compilations,
             num_steps=totals.num_steps,
             num_prefill_tokens=totals.num_prefill_tokens,
             num_decode_tokens=totals.num_decode_tokens,
@@ -302,6 +322,7 @@ class _Totals:
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.num_compilations = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
         self.num_preemptions = 0

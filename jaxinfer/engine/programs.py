@@ -11,9 +11,11 @@ Dims: S decode rows, C prefill rows, T = S + C, M sampled rows, D hidden.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxinfer.config import CacheConfig, SchedulerConfig
+from jaxinfer.engine.compilation import CompilationCounter, CompileTable
 from jaxinfer.engine.kv_cache import SlotState, create_kv_pages, create_slots
 from jaxinfer.engine.step_batch import PREFILL_TILE, Bucket, StepBatch, StepBatcher
 from jaxinfer.models.transformer import AttentionFn, Transformer
@@ -31,7 +34,7 @@ from jaxinfer.parallel.mesh import num_groups, over_groups, page_sharding, row_s
 from jaxinfer.types import StepPlan
 from jaxinfer_kernels import KVPages
 
-COMPILE_THREADS = 2
+MAX_COMPILE_THREADS = 8  # each may take GBs of the host's memory for a large model
 
 LogprobArrays = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # as token_logprobs returns them
 Program = Callable[..., Any]
@@ -52,6 +55,36 @@ class Programs:
     sample: Mapping[int, Program]
     prompt_logprobs: Mapping[int, Program]
     set_counts: Program
+
+    @classmethod
+    def of(cls, batcher: StepBatcher, by_name: Mapping[str, Program]) -> Programs:
+        """The batcher's shapes, each with the program of its name."""
+        return cls(
+            forward={bucket: by_name[forward_name(bucket)] for bucket in batcher.buckets},
+            sample={size: by_name[sample_name(size)] for size in batcher.sample_sizes},
+            prompt_logprobs={rows: by_name[logprobs_name(rows)] for rows in batcher.prefill_sizes},
+            set_counts=by_name[SET_COUNTS],
+        )
+
+
+SET_COUNTS = "set_counts_step"
+
+
+def forward_name(bucket: Bucket) -> str:
+    """A decode step by its rows, a prefill step by its rows of decode and of prefill."""
+    if bucket.num_prefill_rows:
+        return f"prefill_step {bucket.num_decodes}+{bucket.num_prefill_rows}"
+    return f"decode_step {bucket.num_decodes}"
+
+
+def sample_name(size: int) -> str:
+    """By the sampled rows."""
+    return f"sample_step {size}"
+
+
+def logprobs_name(rows: int) -> str:
+    """By the prefill rows."""
+    return f"prompt_logprobs_step {rows}"
 
 
 def decode_step(
@@ -125,8 +158,12 @@ def compile_programs(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     mesh: Mesh | None = None,
+    counter: CompilationCounter | None = None,
 ) -> Programs:
-    """Compiles all, several at once. `model` may be abstract: only its shapes and shardings are read."""
+    """Compiles all, as many at once as there are cores, and logs what each took.
+
+    `model` may be abstract: only its shapes and shardings are read.
+    """
     config = model.config
     rows_lie = None if mesh is None else row_sharding(mesh)
     pages_lie = None if mesh is None else page_sharding(mesh)
@@ -168,18 +205,22 @@ def compile_programs(
         args = (params, rows(size, config.hidden_size, dtype=hidden_dtype), rows(size))
         return _compile(with_model(prompt_logprobs_step), mesh, args, out=rows_lie)
 
-    prefill_rows = sorted({bucket.num_prefill_rows for bucket in batcher.buckets} - {0})
-    with ThreadPoolExecutor(COMPILE_THREADS) as pool:
-        forward = pool.map(compile_forward, batcher.buckets)
-        sample = pool.map(compile_sample, batcher.sample_sizes)
-        prompt_logprobs = pool.map(compile_prompt_logprobs, prefill_rows)
+    def compile_set_counts() -> Program:
         args = (slots, rows(1), rows(1, scheduler.max_model_len), rows(1), rows(1))
-        return Programs(
-            forward=dict(zip(batcher.buckets, forward, strict=True)),
-            sample=dict(zip(batcher.sample_sizes, sample, strict=True)),
-            prompt_logprobs=dict(zip(prefill_rows, prompt_logprobs, strict=True)),
-            set_counts=_compile(set_counts_step, mesh, args, num_shared=0, out=rows_lie, donate=0),
-        )
+        return _compile(set_counts_step, mesh, args, num_shared=0, out=rows_lie, donate=0)
+
+    jobs: dict[str, Callable[[], Program]] = {
+        **{forward_name(bucket): partial(compile_forward, bucket) for bucket in batcher.buckets},
+        **{sample_name(size): partial(compile_sample, size) for size in batcher.sample_sizes},
+        **{logprobs_name(rows): partial(compile_prompt_logprobs, rows) for rows in batcher.prefill_sizes},
+        SET_COUNTS: compile_set_counts,
+    }
+    table = CompileTable(counter or CompilationCounter())
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as pool:
+        futures = {name: pool.submit(table.make, name, job) for name, job in jobs.items()}
+        programs = {name: future.result() for name, future in futures.items()}
+    table.log(programs)
+    return Programs.of(batcher, programs)
 
 
 def _abstract(tree: Any, sharding: NamedSharding | None) -> Any:

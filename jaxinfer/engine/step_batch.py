@@ -120,6 +120,7 @@ class StepBatcher:
         self._page_size = cache.page_size
         self.buckets = make_buckets(config)
         self.sample_sizes = decode_sizes(config.max_num_seqs)
+        self.prefill_sizes = sorted({bucket.num_prefill_rows for bucket in self.buckets} - {0})
         self.sampling_rows = SamplingRows(config.max_num_seqs)
         width = page_table_width(config.max_model_len, cache.page_size)
         self._page_table = np.zeros((config.max_num_seqs, width), np.int32)

@@ -38,6 +38,7 @@ def make_engine(tokenizer: Path, model: str = "llama", **changes: object) -> Eng
         max_model_len=128,
         page_size=8,
         compilation_cache_dir=os.environ["JAX_COMPILATION_CACHE_DIR"],
+        strict_shapes=True,
     )
     return Engine(config.replace(**changes))
 

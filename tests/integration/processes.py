@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Few shapes, so that a start compiles little; the same everywhere, so that the cache serves all.
-ENGINE_FLAGS = ("--max_num_seqs=4", "--max_model_len=512", "--max_num_batched_tokens=128", "--num_pages=160")
+ENGINE_FLAGS = (
+    *("--max_num_seqs=4", "--max_model_len=512", "--max_num_batched_tokens=128", "--num_pages=160"),
+    "--strict_shapes",
+)
 TIMEOUT_S = 300
 
 
