@@ -1,12 +1,13 @@
 """Attention over a paged KV cache, and matmuls: arrays in, arrays out. Knows no model, mesh or flag."""
 
-from jaxinfer_kernels.api import grouped_matmul, paged_attention
+from jaxinfer_kernels.api import grouped_matmul, mla_paged_attention, paged_attention
 from jaxinfer_kernels.layout import (
     AttentionMetadata,
     Backend,
     KVPages,
     QueryTiles,
     create_kv_pages,
+    create_mla_pages,
     kv_pages_shape,
     kv_tile_tokens,
     prefill_tile_tokens,
@@ -18,9 +19,11 @@ __all__ = [
     "KVPages",
     "QueryTiles",
     "create_kv_pages",
+    "create_mla_pages",
     "grouped_matmul",
     "kv_pages_shape",
     "kv_tile_tokens",
+    "mla_paged_attention",
     "paged_attention",
     "prefill_tile_tokens",
 ]

@@ -9,7 +9,11 @@ from typing import Any, Literal, overload
 import jax
 
 from jaxinfer_kernels import grouped, xla
-from jaxinfer_kernels.checks import check_grouped_matmul, check_paged_attention
+from jaxinfer_kernels.checks import (
+    check_grouped_matmul,
+    check_mla_paged_attention,
+    check_paged_attention,
+)
 from jaxinfer_kernels.layout import AttentionMetadata, Backend, KVPages, kv_pages_shape
 
 # Each op by backend. All take the public op's arrays by place and its options by name, and give the
@@ -139,6 +143,45 @@ def paged_attention(
         )
     out, lse, kv_pages = _run(fitting, q, k, v, kv_pages, metadata, sinks)
     return (out, lse, kv_pages) if return_lse else (out, kv_pages)
+
+
+def mla_paged_attention(
+    q_latent: jax.Array,
+    q_rope: jax.Array,
+    latent: jax.Array,
+    k_rope: jax.Array,
+    kv_pages: KVPages,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    backend: Backend | Literal["auto"] = "auto",
+) -> tuple[jax.Array, KVPages]:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) with its projections absorbed.
+
+    All heads share one latent vector a token, which is value and, beside a rotary part, key: the cache
+    holds R + Hr numbers a token. A logit is scale * (q_latent . latent + q_rope . k_rope); with
+    q_latent = W_uk^T q_nope, and W_uv applied to the output, that is attention with a key W_uk latent
+    and a value W_uv latent of each head's own.
+
+    Args:
+      q_latent: [T, N, R] queries, brought into the latent space.
+      q_rope: [T, N, Hr] their rotary parts, rotated.
+      latent: [T, R] the tokens' latent vectors, normalised.
+      k_rope: [T, Hr] their rotary keys, rotated.
+      kv_pages: of `create_mla_pages`, donated by the caller so that it is written in place.
+      metadata: as for `paged_attention`.
+      scale: multiplies the logits.
+      backend: "auto" is xla, the only one so far.
+
+    Returns:
+      [T, N, R] outputs in the latent space, in q_latent's dtype, and the pages.
+
+    Raises:
+      ValueError: an argument does not fit, by its name.
+    """
+    check_mla_paged_attention(q_latent, q_rope, latent, k_rope, kv_pages, metadata)
+    _check_backend("mla_paged_attention", {"xla": xla.mla_paged_attention}, backend, interpret=False)
+    return xla.mla_paged_attention(q_latent, q_rope, latent, k_rope, kv_pages, metadata, scale=scale)
 
 
 def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:

@@ -48,6 +48,33 @@ def check_paged_attention(
         raise ValueError(f"sinks{sinks.shape} ({sinks.dtype}) must be [{q.shape[1]}] float32")
 
 
+def check_mla_paged_attention(
+    q_latent: jax.Array,
+    q_rope: jax.Array,
+    latent: jax.Array,
+    k_rope: jax.Array,
+    kv_pages: KVPages,
+    metadata: AttentionMetadata,
+) -> None:
+    """Raises ValueError where an argument of `api.mla_paged_attention` does not fit."""
+    if q_latent.ndim != 3 or q_rope.ndim != 3 or q_latent.shape[:2] != q_rope.shape[:2]:
+        raise ValueError(f"q_latent{q_latent.shape} and q_rope{q_rope.shape} must be [T, N, R], [T, N, Hr]")
+    for name, keys, queries in (("latent", latent, q_latent), ("k_rope", k_rope, q_rope)):
+        if keys.shape != queries.shape[::2]:
+            raise ValueError(f"{name}{keys.shape} must be {queries.shape[::2]}")
+    dtypes = {x.dtype for x in (q_latent, q_rope, latent, k_rope)}
+    if len(dtypes) > 1 or not jnp.issubdtype(q_latent.dtype, jnp.floating):
+        raise ValueError(f"q_latent, q_rope, latent and k_rope must have one float dtype, not {dtypes}")
+    num_pages, page_size = kv_pages.data.shape[0], kv_pages.page_size
+    shape = (num_pages, 1, page_size, latent.shape[1] + k_rope.shape[1])
+    if kv_pages.data.shape != shape:
+        raise ValueError(f"kv_pages.data{kv_pages.data.shape} must be {shape}")
+    if kv_pages.dtype.name not in KV_DTYPES or kv_pages.dtype.name in QUANTIZED_DTYPES:
+        raise ValueError(f"kv_pages.data ({kv_pages.dtype}) must hold float32, bfloat16 or float16")
+    check_kv_pages(kv_pages, num_rows=1)
+    check_metadata(metadata, q_latent.shape[0], page_size)
+
+
 def check_positive(values: Mapping[str, float | None]) -> None:
     """Raises ValueError for a value that is neither None nor above 0."""
     for name, value in values.items():

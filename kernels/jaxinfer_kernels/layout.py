@@ -121,6 +121,25 @@ def create_kv_pages(
     return KVPages(jnp.zeros(shape, stored, device=device), scales)
 
 
+def create_mla_pages(
+    num_pages: int, page_size: int, latent_dim: int, rope_dim: int, dtype: DTypeLike, backend: Backend = "xla"
+) -> KVPages:
+    """Zeros: one layer's cache of latent attention, a token's latent vector and then its rotary key.
+
+    xla: data is [num_pages, 1, page_size, latent_dim + rope_dim].
+
+    Raises:
+      ValueError: the backend has no such layout, or dtype is no float of KV_DTYPES.
+    """
+    name = jnp.dtype(dtype).name
+    if name not in KV_DTYPES or name in QUANTIZED_DTYPES:
+        raise ValueError(f"dtype={name!r} must be float32, bfloat16 or float16")
+    if backend != "xla":
+        raise ValueError(f"backend={backend!r} has no layout of latent pages; 'xla' has")
+    shape = (num_pages, 1, page_size, latent_dim + rope_dim)
+    return KVPages(jnp.zeros(shape, _XLA_STORAGE.get(name, name)), None)
+
+
 def pack_kv_pages(numbers: jax.Array, scales: jax.Array | None, backend: Backend = "xla") -> KVPages:
     """Numbers [num_pages, 2K, page_size, H] (K in even rows) in one of KV_DTYPES, in a backend's layout."""
     num_pages, num_rows, page_size, head_dim = numbers.shape

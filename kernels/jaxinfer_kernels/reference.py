@@ -61,6 +61,34 @@ def paged_attention(
     return out, lse, data, scales
 
 
+def mla_paged_attention(
+    q_latent: ArrayLike,
+    q_rope: ArrayLike,
+    latent: ArrayLike,
+    k_rope: ArrayLike,
+    kv_pages: KVPages,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The contract of `api.mla_paged_attention`: outputs [T, N, R], 0 in padding rows, and the data."""
+    queries = np.concatenate([np.asarray(q_latent, np.float64), np.asarray(q_rope, np.float64)], axis=2)
+    keys = np.concatenate([np.asarray(latent, np.float32), np.asarray(k_rope, np.float32)], axis=1)
+    latent_dim = np.shape(latent)[1]
+    cache = np.asarray(kv_pages.data).view(kv_pages.dtype).astype(np.float64)
+    for index, key in zip(np.asarray(metadata.kv_write_index), keys, strict=True):
+        page, offset = divmod(int(index), kv_pages.page_size)
+        cache[page, 0, offset] = key.astype(kv_pages.dtype)
+    out = np.zeros((*queries.shape[:2], latent_dim))
+    for row, position, page_table in _rows(metadata, len(queries)):
+        seen = np.arange(position + 1)
+        rows = cache[page_table[seen // kv_pages.page_size], 0, seen % kv_pages.page_size]  # [seen, R + Hr]
+        logits = rows @ queries[row].T * scale  # [seen, N]
+        weights = np.exp(logits - logits.max(0))
+        out[row] = (weights / weights.sum(0)).T @ rows[:, :latent_dim]
+    return out, cache
+
+
 def _quantize(x: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """float32 [K, H] to numbers of the dtype, still float32, and scales [K]."""
     largest = 127 if dtype == np.int8 else 448

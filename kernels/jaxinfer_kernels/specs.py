@@ -32,6 +32,35 @@ class AttentionSpec:
     page_size: int = 16
 
 
+@dataclass(frozen=True)
+class LatentSpec:
+    """One layer of latent attention (MLA).
+
+    Attributes:
+      name: the model.
+      num_heads: query heads.
+      latent_dim: R, Hugging Face's kv_lora_rank.
+      rope_dim: Hr, qk_rope_head_dim.
+      nope_dim: elements of a head's query and key that are not rotated, qk_nope_head_dim.
+      value_dim: elements of a head's value, v_head_dim.
+      page_size: tokens of a page.
+    """
+
+    name: str
+    num_heads: int
+    latent_dim: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    page_size: int = 16
+
+
+LATENT_SPECS = (
+    LatentSpec("deepseek-v2-lite", 16, 512, 64, 128, 128),
+    LatentSpec("deepseek-v3-a-shard", 16, 512, 64, 128, 128, page_size=64),
+    LatentSpec("small", 3, 40, 8, 24, 16),
+)
+
 # Sizes and windows from each model's config.json.
 MODEL_SPECS = (
     AttentionSpec("llama-3.1-8b", 32, 8, 128),
