@@ -125,7 +125,7 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of continuous batching. All counts are positive."""
+    """Limits of continuous batching, of each data-parallel group. All counts are positive."""
 
     max_num_seqs: int
     max_num_batched_tokens: int  # prefill tokens a step at most; decodes ride along
@@ -133,6 +133,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling: Literal["fcfs", "priority"] = "fcfs"
+    num_groups: int = 1
 
 
 @dataclass(frozen=True)

@@ -330,10 +330,10 @@ def _define_engine(values: FlagValues) -> None:
     choice("dtype", ["auto", "float32", "bfloat16", "float16"], "Of weights and activations.")
     choice("kv_cache_dtype", ["auto", "float32", "bfloat16", "float16"], "Of the KV cache; auto is --dtype.")
     count("max_model_len", "Tokens of prompt and output at most; none is the model's own limit.")
-    count("max_num_seqs", "Sequences that are decoded together.")
-    count("max_num_batched_tokens", "Prompt tokens a step at most.")
+    count("max_num_seqs", "Sequences that each group decodes together.")
+    count("max_num_batched_tokens", "Prompt tokens of each group a step at most.")
     count("page_size", "Tokens in a page of the KV cache.")
-    count("num_pages", "Pages of the KV cache; none is what the memory allows.")
+    count("num_pages", "Pages of each group's KV cache; none is what the memory allows.")
     absl_flags.DEFINE_float(
         "memory_utilization",
         default.memory_utilization,
@@ -342,7 +342,7 @@ def _define_engine(values: FlagValues) -> None:
         upper_bound=1.0,
         flag_values=values,
     )
-    count("kv_cache_bytes", "Bytes of the KV cache; none is what the memory allows.")
+    count("kv_cache_bytes", "Bytes of the KV cache on each device; none is what the memory allows.")
     switch("enable_prefix_caching", "Keep the pages of prompts for prompts that begin alike.")
     switch("enable_chunked_prefill", "Spread long prompts over several steps.")
     choice("scheduling", ["fcfs", "priority"], "The order in which requests are admitted.")

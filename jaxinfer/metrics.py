@@ -66,7 +66,7 @@ class EngineStats:
       num_running: sequences that hold a slot.
       num_waiting: sequences that wait for one.
       kv_cache_usage: pages that sequences hold, as a fraction of those there are, 0 to 1.
-      num_pages: pages of the cache, the null page included.
+      num_pages: pages of the cache, each group's null page included.
       num_preemptions: sequences that lost their pages and were computed again.
       prefix_cache_queries: prompt tokens looked up in the prefix cache.
       prefix_cache_hits: prompt tokens found there.

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer import cli
-from jaxinfer.config import ConfigError, ModelConfig
-from jaxinfer.engine.resolve import check_runs
+from jaxinfer.config import ModelConfig
 from jaxinfer.flags import PlanOptions, plan_options
 from jaxinfer.memory.chips import Chip, find_chip
 from jaxinfer.memory.ledger import GIB, DoesNotFitError, Ledger, kv_bytes_per_token
@@ -83,10 +82,6 @@ def _read_model(options: PlanOptions) -> ModelConfig:
 def _about(options: PlanOptions, model: ModelConfig, chip: Chip) -> Report:
     """What was asked about, and what of it this version's engine cannot run."""
     what_if = [] if options.quantize == "none" else ["the engine does not quantise weights yet"]
-    try:
-        check_runs(options.engine)
-    except ConfigError as error:
-        what_if.append(f"the engine refuses this: {error}")
     return {
         "model": {
             "path": options.engine.model,

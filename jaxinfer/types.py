@@ -188,6 +188,7 @@ class ScheduledSeq:
 
     Attributes:
       sequence: read-only for everyone but the scheduler.
+      group: the data-parallel group that computes it; slot and pages are that group's.
       slot: its row of the slot state on the device.
       start: position of the first token computed.
       num_tokens: tokens computed.
@@ -198,6 +199,7 @@ class ScheduledSeq:
     """
 
     sequence: Sequence
+    group: int
     slot: int
     start: int
     num_tokens: int

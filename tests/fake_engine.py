@@ -126,7 +126,7 @@ class FakeEngine:
         """A cache of 8 pages of 100 bytes, and weights that came out larger than planned."""
         planned = Ledger(2000, 800, 0, 0, 0, 0, host_staging=50)
         cache = CacheConfig(page_size=16, num_pages=8, dtype="float32")
-        return MemoryReport(planned, {"weights": 2001, "kv_cache": 800}, 4000, None, cache, 100, 3, 2)
+        return MemoryReport(planned, {"weights": 2001, "kv_cache": 800}, 4000, None, cache, 1, 100, 3, 2)
 
     def _next(self, sequence: _Sequence) -> TokenOutput:
         request, params = sequence.request, sequence.request.params

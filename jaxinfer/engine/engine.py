@@ -18,7 +18,7 @@ from jaxinfer.engine.compilation import CompilationCounter, CompiledWhileServing
 from jaxinfer.engine.host_memory import keep_freed_memory, use_huge_pages
 from jaxinfer.engine.outputs import LiveCompletion, LiveRequest
 from jaxinfer.engine.programs import compile_programs
-from jaxinfer.engine.resolve import check, check_runs, resolve
+from jaxinfer.engine.resolve import check, resolve
 from jaxinfer.engine.runner import InFlight, Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.step_batch import PREFILL_TILE
@@ -64,7 +64,6 @@ class Engine:
           ConfigError, CheckpointError: one line that says what is wrong.
         """
         check(config)
-        check_runs(config)
         mesh = make_mesh(parse_mesh(config.mesh), jax.devices())
         start_s = time.monotonic()
         self.config = config
@@ -292,6 +291,7 @@ class Engine:
             budget_bytes=resolved.budget_bytes,
             device=self._device.memory_stats(),
             cache=resolved.cache,
+            num_groups=resolved.scheduler.num_groups,
             page_bytes=resolved.memory.page_bytes,
             num_used_pages=self._scheduler.num_used_pages,
             num_cached_pages=self._scheduler.num_cached_pages,
@@ -304,7 +304,7 @@ class Engine:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             kv_cache_usage=self._scheduler.kv_cache_usage,
-            num_pages=self.cache_config.num_pages,
+            num_pages=self.cache_config.num_pages * self.scheduler_config.num_groups,
             num_preemptions=totals.num_preemptions,
             prefix_cache_queries=totals.prefix_cache_queries,
             prefix_cache_hits=totals.prefix_cache_hits,

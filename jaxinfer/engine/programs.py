@@ -196,8 +196,7 @@ def compile_programs(
         return _compile(with_model(step, attend=attend), mesh, args, out=out, donate=1)
 
     def compile_sample(size: int) -> Program:
-        none = np.zeros(0, np.int32)
-        sampling = _abstract(batcher.sampling_rows.gather(none, none, none, size), rows_lie)
+        sampling = _abstract(batcher.neutral_sampling(size), rows_lie)
         args = (params, slots, rows(size, config.hidden_size, dtype=hidden_dtype), rows(size), sampling)
         return _compile(with_model(sample_step), mesh, args, out=rows_lie, donate=1)
 

@@ -87,16 +87,6 @@ def check(config: EngineConfig) -> None:
         raise ConfigError(str(error)) from error
 
 
-def check_runs(config: EngineConfig) -> None:
-    """What can be planned, but not run by this version.
-
-    Raises:
-      ConfigError: as `check`.
-    """
-    if parse_mesh(config.mesh).data > 1:
-        raise ConfigError(f"mesh={config.mesh} must be 1xT: no data-parallel groups yet")
-
-
 def resolve(
     config: EngineConfig, model: ModelConfig, device: Device, quantize: str = "none"
 ) -> ResolvedConfig:
@@ -146,6 +136,7 @@ def resolve(
         enable_prefix_caching=config.enable_prefix_caching,
         enable_chunked_prefill=config.enable_chunked_prefill,
         scheduling=config.scheduling,
+        num_groups=mesh.data,
     )
     cache = CacheConfig(config.page_size, num_pages, kv_dtype)
     return ResolvedConfig(dtype, scheduler, cache, memory, budget_bytes, available_bytes)

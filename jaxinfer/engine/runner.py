@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxinfer.config import CacheConfig, SchedulerConfig
 from jaxinfer.engine.kv_cache import create_kv_pages, create_slots
 from jaxinfer.engine.programs import LogprobArrays, Programs
-from jaxinfer.engine.step_batch import StepBatcher, padded_rows
+from jaxinfer.engine.step_batch import BuiltStep, StepBatcher
 from jaxinfer.memory.measured import code_bytes, device_bytes, temporary_bytes
 from jaxinfer.models.transformer import Transformer
 from jaxinfer.ops.sampling import Sampled
@@ -24,7 +24,7 @@ class InFlight:
     """A launched step that the host has not read: arrays that the device may still be computing."""
 
     plan: StepPlan
-    sampling: tuple[ScheduledSeq, ...]  # the sequences that sample, a row of `sampled` each
+    built: BuiltStep
     sampled: Sampled
     prompt_logprobs: LogprobArrays | None
 
@@ -43,7 +43,7 @@ class Runner:
         self._params = jax.tree.leaves(model)
         self._programs = programs
         self._batcher = StepBatcher(scheduler, cache)
-        self._max_model_len = scheduler.max_model_len
+        self._config = scheduler
         self.kv_pages = create_kv_pages(model.config, cache, mesh)
         self.slots = create_slots(model.config, scheduler.max_num_seqs, mesh)
         self.num_padding_rows = 0  # rows computed for nothing, so far
@@ -70,39 +70,42 @@ class Runner:
                 self._set_counts(seq)
         bucket = self._batcher.bucket(plan)
         built = self._batcher.build(plan, bucket)
-        self.num_padding_rows += bucket.num_rows - plan.num_tokens
+        self.num_padding_rows += bucket.num_rows * self._config.num_groups - plan.num_tokens
         self.kv_pages, hidden, *prefill_hidden = programs.forward[bucket](
             params, self.kv_pages, self.slots.last_tokens, built.batch
         )
-        self.slots, sampled = programs.sample[len(built.sample_slots)](
+        self.slots, sampled = programs.sample[self._batcher.num_samples(bucket)](
             params, self.slots, hidden, built.sample_slots, built.sampling
         )
         prompt_logprobs = None
         if built.target_ids is not None:
             program = programs.prompt_logprobs[bucket.num_prefill_rows]
             prompt_logprobs = program(params, prefill_hidden[0], built.target_ids)
-        return InFlight(plan, built.sampled, sampled, prompt_logprobs)
+        return InFlight(plan, built, sampled, prompt_logprobs)
 
     def read(self, step: InFlight) -> StepResult:
         """Waits for a step and brings what it sampled to the host."""
         token_ids = np.asarray(step.sampled.token_ids).tolist()
-        counts = [seq.sequence.request.params.logprobs for seq in step.sampling]
+        counts = [seq.sequence.request.params.logprobs for _, seq in step.built.sampled]
         s, arrays = step.sampled, None
         if any(count is not None for count in counts):
             arrays = jax.device_get((s.logprobs, s.ranks, s.top_ids, s.top_logprobs))
         sampled = {}
-        for row, (seq, count) in enumerate(zip(step.sampling, counts, strict=True)):
+        for (row, seq), count in zip(step.built.sampled, counts, strict=True):
             details = None if count is None else _logprobs(arrays, row, token_ids[row], count)
             sampled[seq.sequence.seq_id] = SampledToken(token_ids[row], details)
         return StepResult(step.plan.step_id, sampled, _read_prompt_logprobs(step))
 
     def _set_counts(self, seq: ScheduledSeq) -> None:
-        sequence = seq.sequence
-        token_ids = np.zeros((1, self._max_model_len), np.int32)
-        token_ids[0, : len(sequence.token_ids)] = sequence.token_ids
-        numbers = (seq.slot, sequence.num_prompt_tokens, len(sequence.token_ids))
-        slot, num_prompt, num_total = (np.array([number], np.int32) for number in numbers)
-        self.slots = self._programs.set_counts(self.slots, slot, token_ids, num_prompt, num_total)
+        """Tells the slot's group; the others set their last slot, which is padding's."""
+        sequence, groups = seq.sequence, self._config.num_groups
+        token_ids = np.zeros((groups, self._config.max_model_len), np.int32)
+        token_ids[seq.group, : len(sequence.token_ids)] = sequence.token_ids
+        slots = np.full(groups, self._config.max_num_seqs, np.int32)
+        slots[seq.group] = seq.slot
+        num_prompt = np.full(groups, sequence.num_prompt_tokens, np.int32)
+        num_total = np.full(groups, len(sequence.token_ids), np.int32)
+        self.slots = self._programs.set_counts(self.slots, slots, token_ids, num_prompt, num_total)
 
 
 def _read_prompt_logprobs(step: InFlight) -> dict[int, tuple[TokenLogprobs, ...]]:
@@ -111,15 +114,13 @@ def _read_prompt_logprobs(step: InFlight) -> dict[int, tuple[TokenLogprobs, ...]
         return {}
     arrays = jax.device_get(step.prompt_logprobs)
     results = {}
-    row = 0
-    for seq in step.plan.prefills:
+    for row, seq in step.built.prefills:
         count = seq.sequence.request.params.prompt_logprobs
         if count is not None:
             prompt = seq.sequence.token_ids[: seq.sequence.num_prompt_tokens]
             targets = prompt[seq.start + 1 : seq.start + 1 + seq.num_tokens]
             entries = (_logprobs(arrays, row + i, token_id, count) for i, token_id in enumerate(targets))
             results[seq.sequence.seq_id] = tuple(entries)
-        row += padded_rows(seq.num_tokens)
     return results
 
 

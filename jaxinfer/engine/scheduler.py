@@ -15,6 +15,11 @@ is made of how many steps are in flight, save that the device runs them in order
 * a sequence preempted with a token in flight gets it at `commit` like any other, and isn't
   admitted again before: that admission computes the token too.
 
+**Groups.** Each data-parallel group has its own pages, slots and budget, and a sequence stays in its
+group while it runs. There is one queue: the first waiting sequence goes where it costs least, which is
+where most of its prefix is cached unless many run there already, and where there is room. What is said
+below holds in each group; a sequence that was preempted may go to another.
+
 **Pages.** A sequence gets the pages of all its tokens when it is admitted, so that only a decode
 ever needs another one. When none is left, the last running sequence in the order is preempted:
 its pages are released, and it waits to be computed again from its tokens so far. An admission
@@ -23,13 +28,13 @@ leaves one page to each running sequence, so that a newcomer is not preempted by
 **Progress.** Every request is finished, so long as it fits in the pool alone (`add` refuses those
 that don't) and, under the priority policy, so long as more urgent ones don't arrive for ever:
 
-1. The first running sequence in the order is never preempted. The victim is always the last, and
+1. The first running sequence of a group is never preempted. The victim is always the last, and
    when that is the first itself, it owns every page in use, so `allocate` can't have failed.
 2. It is part of every step, unless all that is left of it is in flight: decodes come first, and
    the budget goes to the chunks of earlier sequences before those of later ones. Each step
    computes one more of its tokens at least, up to `max_total_tokens`, so it ends.
-3. Where nothing runs, nothing owns a page, and the first waiting sequence is admitted (after the
-   commit of its token in flight, if it has one).
+3. Where nothing runs in a group, nothing owns a page of it, and the first waiting sequence is admitted
+   (after the commit of its token in flight, if it has one).
 
 Siblings (n > 1) are ordinary sequences of one order: they share the full pages of their prompt
 through the prefix cache once its pages are committed, which is for all but the first two where
@@ -58,12 +63,24 @@ from jaxinfer.types import (
 
 
 @dataclass(eq=False, slots=True)
+class _Group:
+    """What a data-parallel group has: pages, slots, and the sequences that hold them."""
+
+    index: int
+    pool: PagePool
+    prefix_cache: PrefixCache | None
+    free_slots: list[int]  # a heap: the lowest goes first
+    running: list[_Entry]  # in order
+
+
+@dataclass(eq=False, slots=True)
 class _Entry:
     """What the scheduler knows of an unfinished sequence beyond the sequence itself."""
 
     sequence: Sequence
     order: tuple[int, float, int]  # priority, arrival, seq_id
     # Of the latest admission:
+    group: _Group | None = None
     prefill_end: int = 0  # tokens that its prefill computes
     first_step_id: int = 0
     num_registered_pages: int = 0  # full pages that the prefix cache has been offered
@@ -102,16 +119,17 @@ class Scheduler:
                 f"max_num_batched_tokens={config.max_num_batched_tokens} must be at least {min_rows} "
                 f"to hold {what}"
             )
-        self._prefix_cache = PrefixCache(cache.page_size) if config.enable_prefix_caching else None
-        on_evict = None if self._prefix_cache is None else self._prefix_cache.forget
-        self._pool = PagePool(cache.num_pages, on_evict)
-        self._free_slots = list(range(config.max_num_seqs))  # a heap: the lowest goes first
-        self._running: list[_Entry] = []  # in order
+        self._groups = [self._make_group(index, cache) for index in range(config.num_groups)]
         self._waiting: list[_Entry] = []  # a heap; entries that ended are dropped when they come first
         self._num_waiting = 0
         self._entries: dict[int, _Entry] = {}  # by seq_id, the unfinished
         self._requests: dict[str, list[Sequence]] = {}  # by request_id, the unfinished
         self._next_step_id = 0
+
+    def _make_group(self, index: int, cache: CacheConfig) -> _Group:
+        prefix_cache = PrefixCache(cache.page_size) if self._config.enable_prefix_caching else None
+        pool = PagePool(cache.num_pages, None if prefix_cache is None else prefix_cache.forget)
+        return _Group(index, pool, prefix_cache, list(range(self._config.max_num_seqs)), [])
 
     @property
     def num_waiting(self) -> int:
@@ -121,27 +139,29 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that hold a slot."""
-        return len(self._running)
+        return sum(len(group.running) for group in self._groups)
 
     @property
     def kv_cache_usage(self) -> float:
         """Pages with an owner, as a fraction of all: 0 to 1."""
-        return self._pool.num_used / (self._pool.num_pages - 1)
+        pools = [group.pool for group in self._groups]
+        return sum(pool.num_used for pool in pools) / sum(pool.num_pages - 1 for pool in pools)
 
     @property
     def num_used_pages(self) -> int:
         """Pages that sequences hold."""
-        return self._pool.num_used
+        return sum(group.pool.num_used for group in self._groups)
 
     @property
     def num_cached_pages(self) -> int:
         """Pages that nobody holds, kept for prompts that begin alike."""
-        return self._pool.num_cached
+        return sum(group.pool.num_cached for group in self._groups)
 
     @property
     def max_tokens_that_fit(self) -> int:
         """The most tokens, prompt and output, that a sequence alone can have."""
-        return (self._pool.num_pages - 1) * self._page_size + 1  # the last one is never computed
+        num_pages = self._groups[0].pool.num_pages - 1
+        return num_pages * self._page_size + 1  # the last one is never computed
 
     def has_unfinished(self) -> bool:
         """True while a sequence waits or runs."""
@@ -203,9 +223,15 @@ class Scheduler:
         Returns None where there is nothing to compute before a step in flight is committed. With
         no step in flight it is None only if `has_unfinished()` is False.
         """
-        decodes = self._decode()
-        prefills, num_rows = self._continue_prefills(self._config.max_num_batched_tokens)
-        prefills += self._admit(num_rows)
+        decodes: list[ScheduledSeq] = []
+        prefills: list[ScheduledSeq] = []
+        budgets: list[int] = []  # rows of prefill that are left to each group
+        for group in self._groups:
+            decodes += self._decode(group)
+            chunks, num_rows = self._continue_prefills(group, self._config.max_num_batched_tokens)
+            prefills += chunks
+            budgets.append(num_rows)
+        prefills += self._admit(budgets)
         if not decodes and not prefills:
             return None
         self._next_step_id += 1
@@ -236,45 +262,50 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises AssertionError unless pages, slots and queues agree, as they do between any two calls."""
-        self._pool.check()
-        running = [entry.sequence for entry in self._running]
+        for group in self._groups:
+            self._check_group(group)
         waiting = [e.sequence for e in self._waiting if e.sequence.status is SequenceStatus.WAITING]
-        owners = Counter(page_id for sequence in running for page_id in sequence.page_ids)
-        slots = self._free_slots + [sequence.slot for sequence in running if sequence.slot is not None]
-        for agree, what in (
-            (all(owners[i] == self._pool.ref_count(i) for i in range(self._pool.num_pages)), "page owners"),
-            (sorted(slots) == list(range(self._config.max_num_seqs)), "slots"),
-            (self._running == sorted(self._running), "order of the running"),
-            (all(e.page_ids == tuple(e.sequence.page_ids) for e in self._running), "page tuples"),
+        _agree(
             (len(waiting) == self._num_waiting, "number of the waiting"),
-            (len(waiting) + len(running) == len(self._entries), "number of the unfinished"),
+            (len(waiting) + self.num_running == len(self._entries), "number of the unfinished"),
             (not any(s.page_ids or s.slot is not None for s in waiting), "the waiting hold nothing"),
-        ):
-            if not agree:
-                raise AssertionError(f"the scheduler's books don't agree: {what}")
+        )
 
-    def _decode(self) -> list[ScheduledSeq]:
+    def _check_group(self, group: _Group) -> None:
+        pool, running = group.pool, [entry.sequence for entry in group.running]
+        pool.check()
+        owners = Counter(page_id for sequence in running for page_id in sequence.page_ids)
+        slots = group.free_slots + [sequence.slot for sequence in running if sequence.slot is not None]
+        _agree(
+            (all(owners[i] == pool.ref_count(i) for i in range(pool.num_pages)), "page owners"),
+            (sorted(slots) == list(range(self._config.max_num_seqs)), "slots"),
+            (group.running == sorted(group.running), "order of the running"),
+            (all(e.group is group for e in group.running), "groups of the running"),
+            (all(e.page_ids == tuple(e.sequence.page_ids) for e in group.running), "page tuples"),
+        )
+
+    def _decode(self, group: _Group) -> list[ScheduledSeq]:
         """The next token of each sequence whose prompt is computed, preempting where pages run out."""
         items: list[ScheduledSeq] = []
         # Those preempted are the last of the list, so never one that was passed.
-        for entry in self._running:
+        for entry in group.running:
             sequence = entry.sequence
             num_tokens = len(sequence.token_ids) + sequence.num_inflight_samples
             if entry.in_prefill or num_tokens >= sequence.max_total_tokens:
                 continue
-            if not self._grow(entry, pages_for(num_tokens, self._page_size)):
+            if not self._grow(group, entry, pages_for(num_tokens, self._page_size)):
                 break  # preempted itself, the last
             items.append(self._scheduled(entry, num_tokens - 1, num_tokens, ()))
         return items
 
-    def _grow(self, entry: _Entry, num_pages: int) -> bool:
+    def _grow(self, group: _Group, entry: _Entry, num_pages: int) -> bool:
         """Gives a running sequence its pages; False where it was itself preempted for want of one."""
         sequence = entry.sequence
         num_missing = num_pages - len(sequence.page_ids)
         if num_missing <= 0:
             return True
-        while (page_ids := self._pool.allocate(num_missing)) is None:
-            victim = self._running[-1]
+        while (page_ids := group.pool.allocate(num_missing)) is None:
+            victim = group.running[-1]
             self._preempt(victim)
             if victim is entry:
                 return False
@@ -289,10 +320,10 @@ class Scheduler:
         entry.sequence.num_preemptions += 1
         self._wait(entry)
 
-    def _continue_prefills(self, num_rows: int) -> tuple[list[ScheduledSeq], int]:
+    def _continue_prefills(self, group: _Group, num_rows: int) -> tuple[list[ScheduledSeq], int]:
         """Further chunks of prompts under way, and what is left of the budget `num_rows`."""
         items: list[ScheduledSeq] = []
-        for entry in self._running:
+        for entry in group.running:
             if num_rows < self._tile:
                 break
             if entry.in_prefill:
@@ -300,50 +331,78 @@ class Scheduler:
                 num_rows -= self._rows(items[-1].num_tokens)
         return items, num_rows
 
-    def _admit(self, num_rows: int) -> list[ScheduledSeq]:
+    def _admit(self, budgets: list[int]) -> list[ScheduledSeq]:
         """First chunks of waiting sequences, in order: none overtakes one that can't be admitted yet."""
         items: list[ScheduledSeq] = []
-        while self._waiting and self._free_slots and num_rows >= self._tile:
+        while self._waiting:
             entry = self._waiting[0]
             if entry.sequence.status is SequenceStatus.FINISHED:
                 heapq.heappop(self._waiting)
                 continue
-            if entry.sequence.num_inflight_samples or not self._take_pages(entry, num_rows):
+            group = None if entry.sequence.num_inflight_samples else self._place(entry, budgets)
+            if group is None:
                 break
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
-            entry.sequence.slot = heapq.heappop(self._free_slots)
+            entry.sequence.slot = heapq.heappop(group.free_slots)
             entry.sequence.status = SequenceStatus.RUNNING
-            bisect.insort(self._running, entry)
-            items.append(self._chunk(entry, num_rows, first=True))
-            num_rows -= self._rows(items[-1].num_tokens)
+            bisect.insort(group.running, entry)
+            items.append(self._chunk(entry, budgets[group.index], first=True))
+            budgets[group.index] -= self._rows(items[-1].num_tokens)
         return items
 
-    def _take_pages(self, entry: _Entry, num_rows: int) -> bool:
-        """Gives a waiting sequence pages for all its tokens; False, and none, where it can't start yet."""
-        sequence = entry.sequence
-        page_ids: list[int] = []
+    def _place(self, entry: _Entry, budgets: list[int]) -> _Group | None:
+        """Gives a waiting sequence pages in the group where it costs least; None where it can't start yet.
+
+        The cost is the pages that it has to compute and the sequences that it would run with: a long
+        cached prefix outweighs a fuller group, a short one doesn't.
+        """
+        num_pages = pages_for(len(entry.sequence.token_ids), self._page_size)
+        costs: list[tuple[int, int, list[int]]] = []
+        for group in self._groups:
+            if group.free_slots and budgets[group.index] >= self._tile:
+                cached = self._cached_pages(group, entry.sequence)
+                costs.append((num_pages - len(cached) + len(group.running), group.index, cached))
+        for _, index, cached in sorted(costs):
+            if self._take_pages(self._groups[index], entry, cached, budgets[index]):
+                return self._groups[index]
+        return None
+
+    def _cached_pages(self, group: _Group, sequence: Sequence) -> list[int]:
         # Log-probabilities of the prompt need the logits of all of it, so nothing is matched there.
-        if self._prefix_cache is not None and sequence.request.params.prompt_logprobs is None:
-            page_ids = self._prefix_cache.match(sequence.token_ids, sequence.page_hashes)
+        if group.prefix_cache is None or sequence.request.params.prompt_logprobs is not None:
+            return []
+        return group.prefix_cache.match(sequence.token_ids, sequence.page_hashes)
+
+    def _take_pages(self, group: _Group, entry: _Entry, cached: list[int], num_rows: int) -> bool:
+        """Gives a waiting sequence pages for all its tokens; False, and none, where they don't fit.
+
+        Args:
+          group: whose pages.
+          entry: the sequence.
+          cached: the pages that hold its prefix.
+          num_rows: the group's budget.
+        """
+        sequence, pool = entry.sequence, group.pool
         num_tokens = len(sequence.token_ids)
-        num_cached_tokens = len(page_ids) * self._page_size
+        num_cached_tokens = len(cached) * self._page_size
         if not self._config.enable_chunked_prefill and self._rows(num_tokens - num_cached_tokens) > num_rows:
             return False
-        for page_id in page_ids:
-            self._pool.share(page_id)
-        num_missing = pages_for(num_tokens, self._page_size) - len(page_ids)
-        if num_missing + len(self._running) > self._pool.num_free:
-            self._pool.release(page_ids)
+        for page_id in cached:
+            pool.share(page_id)
+        num_missing = pages_for(num_tokens, self._page_size) - len(cached)
+        if num_missing + len(group.running) > pool.num_free:
+            pool.release(cached)
             return False
-        sequence.page_ids = page_ids + (self._pool.allocate(num_missing) or [])
+        sequence.page_ids = cached + (pool.allocate(num_missing) or [])
         sequence.num_computed_tokens = num_cached_tokens
         if not sequence.num_preemptions:
             sequence.num_cached_tokens = num_cached_tokens
+        entry.group = group
         entry.page_ids = tuple(sequence.page_ids)
         entry.prefill_end = num_tokens
         entry.first_step_id = self._next_step_id
-        entry.num_registered_pages = len(page_ids)
+        entry.num_registered_pages = len(cached)
         return True
 
     def _chunk(self, entry: _Entry, num_rows: int, first: bool = False) -> ScheduledSeq:
@@ -363,11 +422,21 @@ class Scheduler:
         """Puts tokens [start, end) of a running sequence in the step, and counts them as computed."""
         sequence = entry.sequence
         assert sequence.slot is not None
+        assert entry.group is not None
         samples = end >= entry.prefill_end
         sequence.num_computed_tokens = end
         sequence.num_inflight_samples += samples
-        slot, num_tokens = sequence.slot, end - start
-        return ScheduledSeq(sequence, slot, start, num_tokens, token_ids, entry.page_ids, samples, first)
+        return ScheduledSeq(
+            sequence=sequence,
+            group=entry.group.index,
+            slot=sequence.slot,
+            start=start,
+            num_tokens=end - start,
+            token_ids=token_ids,
+            page_ids=entry.page_ids,
+            samples=samples,
+            first=first,
+        )
 
     def _rows(self, num_tokens: int) -> int:
         """Rows that a chunk takes of the budget."""
@@ -376,13 +445,15 @@ class Scheduler:
     def _register_pages(self, entry: _Entry, num_tokens: int) -> None:
         """Offers the prefix cache the full pages among a sequence's first `num_tokens`, now computed."""
         num_pages = num_tokens // self._page_size
-        if self._prefix_cache is None or num_pages <= entry.num_registered_pages:
+        assert entry.group is not None
+        pool, prefix_cache = entry.group.pool, entry.group.prefix_cache
+        if prefix_cache is None or num_pages <= entry.num_registered_pages:
             return
         sequence = entry.sequence
         extend_hashes(sequence.page_hashes, sequence.token_ids, num_pages, self._page_size)
         for i in range(entry.num_registered_pages, num_pages):
-            if self._prefix_cache.insert(sequence.page_hashes[i], sequence.page_ids[i]):
-                self._pool.keep(sequence.page_ids[i])
+            if prefix_cache.insert(sequence.page_hashes[i], sequence.page_ids[i]):
+                pool.keep(sequence.page_ids[i])
         entry.num_registered_pages = num_pages
 
     def _append(self, sequence: Sequence, token_id: int) -> None:
@@ -402,11 +473,19 @@ class Scheduler:
 
     def _release(self, entry: _Entry) -> None:
         """Takes the pages and the slot from a running sequence."""
-        sequence = entry.sequence
+        sequence, group = entry.sequence, entry.group
         assert sequence.slot is not None
-        self._pool.release(sequence.page_ids)
+        assert group is not None
+        group.pool.release(sequence.page_ids)
         sequence.page_ids = []
         entry.page_ids = ()
-        heapq.heappush(self._free_slots, sequence.slot)
+        heapq.heappush(group.free_slots, sequence.slot)
         sequence.slot = None
-        self._running.remove(entry)
+        group.running.remove(entry)
+        entry.group = None
+
+
+def _agree(*checks: tuple[bool, str]) -> None:
+    for holds, what in checks:
+        if not holds:
+            raise AssertionError(f"the scheduler's books don't agree: {what}")

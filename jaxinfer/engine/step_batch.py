@@ -1,6 +1,9 @@
 """A plan becomes padded arrays: the only place that knows padding and buckets. numpy alone, no device.
 
-Dims: S decode rows, R prefill tiles of B = PREFILL_TILE rows, C = R * B, T = S + C tokens,
+Each data-parallel group has a batch of its own, all of one bucket; a step's arrays are the groups'
+batches one after another, and rows, slots and pages are numbered within the group.
+
+Dims, of a group: S decode rows, R prefill tiles of B = PREFILL_TILE rows, C = R * B, T = S + C tokens,
 M sampled rows, P pages a sequence.
 """
 
@@ -47,7 +50,7 @@ class Bucket:
 )
 @dataclass(frozen=True)
 class StepBatch:
-    """The model's input, as a pytree of numpy or jax arrays.
+    """The model's input, as a pytree of numpy or jax arrays, of a group or of all.
 
     Attributes:
       token_ids: [T] int32; those of decode rows are in the slots, and 0 here.
@@ -70,18 +73,20 @@ class BuiltStep:
 
     Attributes:
       batch: the model's input.
-      sampled: the sequences that sample, in the order of the M rows.
-      sample_slots: [M] int32, the slots of those rows; padding has the last slot.
+      sample_slots: [M] int32, the slots of the rows that are sampled; padding has the last slot.
       sampling: how to sample them.
       target_ids: [C] int32, the token after each prefill row, where a prompt asks for
         log-probabilities; else None.
+      sampled: the sequences that sample, each with its row among the M of all groups.
+      prefills: the sequences that prefill, each with its first row among the C of all groups.
     """
 
     batch: StepBatch
-    sampled: tuple[ScheduledSeq, ...]
     sample_slots: np.ndarray
     sampling: SamplingBatch
     target_ids: np.ndarray | None
+    sampled: tuple[tuple[int, ScheduledSeq], ...]
+    prefills: tuple[tuple[int, ScheduledSeq], ...]
 
 
 def make_buckets(config: SchedulerConfig) -> tuple[Bucket, ...]:
@@ -113,28 +118,28 @@ def _sizes(first: int, last: int, *, factor: int) -> list[int]:
 
 
 class StepBatcher:
-    """Builds the batch of each plan. Keeps on the host what stays the same from step to step."""
+    """Builds the batch of each plan."""
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
         self._max_num_seqs = config.max_num_seqs
-        self._page_size = cache.page_size
+        self._groups = [_GroupBatcher(config, cache) for _ in range(config.num_groups)]
         self.buckets = make_buckets(config)
         self.sample_sizes = decode_sizes(config.max_num_seqs)
         self.prefill_sizes = sorted({bucket.num_prefill_rows for bucket in self.buckets} - {0})
-        self.sampling_rows = SamplingRows(config.max_num_seqs)
-        width = page_table_width(config.max_model_len, cache.page_size)
-        self._page_table = np.zeros((config.max_num_seqs, width), np.int32)
-        self._num_pages = [0] * config.max_num_seqs  # entries of the table that are a slot's own
 
     def bucket(self, plan: StepPlan) -> Bucket:
-        """The smallest bucket that holds the plan."""
-        rows = sum(padded_rows(seq.num_tokens) for seq in plan.prefills)
+        """The smallest bucket that holds the plan of every group."""
+        decodes, rows = [0] * len(self._groups), [0] * len(self._groups)
+        for seq in plan.decodes:
+            decodes[seq.group] += 1
+        for seq in plan.prefills:
+            rows[seq.group] += padded_rows(seq.num_tokens)
         return next(
             b
             for b in self.buckets
-            if b.num_decodes >= len(plan.decodes)
-            and b.num_prefill_rows >= rows
-            and (b.num_prefill_rows > 0) == (rows > 0)
+            if b.num_decodes >= max(decodes)
+            and b.num_prefill_rows >= max(rows)
+            and (b.num_prefill_rows > 0) == (max(rows) > 0)
         )
 
     def num_samples(self, bucket: Bucket) -> int:
@@ -144,20 +149,80 @@ class StepBatcher:
 
     def build(self, plan: StepPlan, bucket: Bucket) -> BuiltStep:
         """The plan's arrays, all fresh: the device may read them after this returns."""
-        for seq in plan.decodes + plan.prefills:
+        num_samples = self.num_samples(bucket)
+        wants_targets = any(s.sequence.request.params.prompt_logprobs is not None for s in plan.prefills)
+        steps = []
+        for index, group in enumerate(self._groups):
+            decodes = tuple(seq for seq in plan.decodes if seq.group == index)
+            prefills = tuple(seq for seq in plan.prefills if seq.group == index)
+            steps.append(group.build(decodes, prefills, bucket, num_samples, wants_targets))
+        return steps[0] if len(steps) == 1 else _side_by_side(steps)
+
+    def neutral_sampling(self, size: int) -> SamplingBatch:
+        """The sampling of `size` rows a group that are all padding."""
+        none = np.zeros(0, np.int32)
+        parts = [group.sampling_rows.gather(none, none, none, size) for group in self._groups]
+        return parts[0] if len(parts) == 1 else _concatenate(parts)
+
+
+def _side_by_side(steps: list[BuiltStep]) -> BuiltStep:
+    """The groups' steps as one."""
+    num_samples = len(steps[0].sample_slots)
+    num_prefill_rows = len(steps[0].batch.token_ids) - len(steps[0].batch.decode_slots)
+    targets = [step.target_ids for step in steps if step.target_ids is not None]
+    return BuiltStep(
+        batch=_concatenate([step.batch for step in steps]),
+        sample_slots=np.concatenate([step.sample_slots for step in steps]),
+        sampling=_concatenate([step.sampling for step in steps]),
+        target_ids=np.concatenate(targets) if targets else None,
+        sampled=tuple(
+            (g * num_samples + row, seq) for g, step in enumerate(steps) for row, seq in step.sampled
+        ),
+        prefills=tuple(
+            (g * num_prefill_rows + row, seq) for g, step in enumerate(steps) for row, seq in step.prefills
+        ),
+    )
+
+
+def _concatenate(parts: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+class _GroupBatcher:
+    """Builds a group's batch. Keeps on the host what stays the same from step to step."""
+
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
+        self._max_num_seqs = config.max_num_seqs
+        self._page_size = cache.page_size
+        self.sampling_rows = SamplingRows(config.max_num_seqs)
+        width = page_table_width(config.max_model_len, cache.page_size)
+        self._page_table = np.zeros((config.max_num_seqs, width), np.int32)
+        self._num_pages = [0] * config.max_num_seqs  # entries of the table that are a slot's own
+
+    def build(
+        self,
+        decodes: tuple[ScheduledSeq, ...],
+        prefills: tuple[ScheduledSeq, ...],
+        bucket: Bucket,
+        num_samples: int,
+        wants_targets: bool,
+    ) -> BuiltStep:
+        """The arrays of the group's part of a plan; `wants_targets` is for `target_ids`."""
+        for seq in decodes + prefills:
             self._update_slot(seq)
         num_tiles = bucket.num_prefill_rows // PREFILL_TILE
         token_ids = np.zeros(bucket.num_rows, np.int32)
         positions = np.zeros(bucket.num_rows, np.int32)
         write_index = np.zeros(bucket.num_rows, np.int32)
-        decode, decode_slots = self._build_decodes(plan.decodes, bucket.num_decodes, positions, write_index)
+        decode, decode_slots = self._build_decodes(decodes, bucket.num_decodes, positions, write_index)
 
         tile_slots = np.zeros(num_tiles, np.int32)
         start = np.zeros(num_tiles, np.int32)
         kv_len = np.zeros(num_tiles, np.int32)
         row, tile = bucket.num_decodes, 0
-        samples = [(i, seq) for i, seq in enumerate(plan.decodes)]
-        for seq in plan.prefills:
+        samples = list(enumerate(decodes))
+        first_rows = []
+        for seq in prefills:
             end = seq.start + seq.num_tokens
             at = np.arange(seq.start, end, dtype=np.int32)
             rows = slice(row, row + seq.num_tokens)
@@ -171,18 +236,21 @@ class StepBatcher:
             kv_len[tiles] = np.minimum(starts + PREFILL_TILE, end)
             if seq.samples:
                 samples.append((row + seq.num_tokens - 1, seq))
+            first_rows.append(row - bucket.num_decodes)
             row += len(starts) * PREFILL_TILE
             tile += len(starts)
         prefill = QueryTiles(self._page_table[tile_slots], start, kv_len) if num_tiles else None  # type: ignore[arg-type]
 
         rows = [i for i, _ in samples]
         sampled = tuple(seq for _, seq in samples)
-        slots, sampling = self._build_sampling(sampled, self.num_samples(bucket))
+        slots, sampling = self._build_sampling(sampled, num_samples)
         sample_rows = np.zeros(len(slots), np.int32)
         sample_rows[: len(rows)] = rows
         attention = AttentionMetadata(write_index, decode, prefill)  # type: ignore[arg-type]
         batch = StepBatch(token_ids, positions, attention, decode_slots, sample_rows)
-        return BuiltStep(batch, sampled, slots, sampling, _target_ids(plan, bucket))
+        started = tuple(zip(first_rows, prefills, strict=True))
+        targets = _target_ids(started, bucket.num_prefill_rows) if wants_targets else None
+        return BuiltStep(batch, slots, sampling, targets, tuple(enumerate(sampled)), started)
 
     def _update_slot(self, seq: ScheduledSeq) -> None:
         """Takes over what is new of a slot: all of it at admission, then pages as they are added."""
@@ -234,14 +302,10 @@ def padded_rows(num_tokens: int) -> int:
     return -(-num_tokens // PREFILL_TILE) * PREFILL_TILE
 
 
-def _target_ids(plan: StepPlan, bucket: Bucket) -> np.ndarray | None:
-    """[C] int32: the token that follows each prefill row in its prompt, if a prompt asks for it."""
-    if not any(seq.sequence.request.params.prompt_logprobs is not None for seq in plan.prefills):
-        return None
-    target_ids = np.zeros(bucket.num_prefill_rows, np.int32)
-    row = 0
-    for seq in plan.prefills:
+def _target_ids(prefills: tuple[tuple[int, ScheduledSeq], ...], num_rows: int) -> np.ndarray:
+    """[C] int32: the token that follows each prefill row in its prompt."""
+    target_ids = np.zeros(num_rows, np.int32)
+    for row, seq in prefills:
         targets = seq.sequence.token_ids[seq.start + 1 : seq.start + 1 + seq.num_tokens]
         target_ids[row : row + len(targets)] = targets
-        row += padded_rows(seq.num_tokens)
     return target_ids

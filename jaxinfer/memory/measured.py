@@ -22,9 +22,10 @@ class MemoryReport:
       measured: bytes of one device by class, for the classes that can be measured.
       budget_bytes: that may be used of each device.
       device: what the device itself reports, or None where it does not, as on the CPU.
-      cache: the size of the KV cache.
+      cache: the size of a data-parallel group's KV cache.
+      num_groups: data-parallel groups.
       page_bytes: a page in all layers of one device.
-      num_used_pages: pages that sequences hold.
+      num_used_pages: pages that sequences hold, in all groups.
       num_cached_pages: pages that nobody holds, kept for prompts that begin alike.
     """
 
@@ -33,6 +34,7 @@ class MemoryReport:
     budget_bytes: int
     device: Mapping[str, int] | None
     cache: CacheConfig
+    num_groups: int
     page_bytes: int
     num_used_pages: int
     num_cached_pages: int
@@ -41,7 +43,8 @@ class MemoryReport:
         """As `/v1/memory` answers."""
         cache = dataclasses.asdict(self.cache) | {
             "page_bytes": self.page_bytes,
-            "num_tokens": (self.cache.num_pages - 1) * self.cache.page_size,
+            "num_groups": self.num_groups,
+            "num_tokens": self.num_groups * (self.cache.num_pages - 1) * self.cache.page_size,
             "num_used_pages": self.num_used_pages,
             "num_cached_pages": self.num_cached_pages,
         }

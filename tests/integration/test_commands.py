@@ -97,5 +97,5 @@ def test_bad_requests_are_one_line(demo_path: Path) -> None:
     model = f"--model={demo_path}"
     long = run("generate", model, *ENGINE_FLAGS, stdin="word " * 600)
     assert_one_line(long, 1, "512")
-    assert_one_line(run("generate", model, "--mesh=1x16", "--prompt=x"), 1, "device_count=16")
+    assert_one_line(run("generate", model, "--mesh=4x4", "--prompt=x"), 1, "device_count=16")
     assert_one_line(run("generate", model, "--temperature=-1", "--prompt=x"), 2, "temperature")

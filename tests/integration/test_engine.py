@@ -276,7 +276,7 @@ def test_a_bad_request_is_refused_by_name(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mesh": "1x16"}, "mesh=1x16 needs 16 devices, and 8 .*device_count=16"),
+        ({"mesh": "4x4"}, "mesh=4x4 needs 16 devices, and 8 .*device_count=16"),
         ({"mesh": "1x5"}, "num_attention_heads=4: use 1 to 4"),
         ({"page_size": 24}, "page_size=24"),
         ({"max_model_len": 10**6}, "max_model_len=1000000"),

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.engine.llm import LLM
 from jaxinfer.types import SamplingParams, TokenOutput
 from tests.integration.engines import make_engine, run, tokens, write_byte_tokenizer
 
@@ -43,26 +49,85 @@ def one_device(tokenizer: Path) -> dict[str, dict[str, list[TokenOutput]]]:
     return ByModel()
 
 
-CASES = [
-    ("llama", "1x2"),
-    ("gemma3", "1x4"),
-    *(
-        (model, mesh)
-        for model in ("llama", "mistral", "qwen2", "qwen3", "gemma3")
-        for mesh in ("1x2", "1x3", "1x4")
-    ),
-]
-FAST = {("llama", "1x2"), ("gemma3", "1x4")}
+def assert_as_on_one_device(outputs: dict, want: dict) -> None:
+    assert {key: tokens(parts) for key, parts in outputs.items()} == {
+        key: tokens(parts) for key, parts in want.items()
+    }
+
+
+def in_fast_tests(model: str, mesh: str) -> bool:
+    return (model, mesh) == ("llama", "2x2")
 
 
 @pytest.mark.parametrize(
     ("model", "mesh"),
-    [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in dict.fromkeys(CASES)],
+    [
+        pytest.param(model, mesh, marks=() if in_fast_tests(model, mesh) else pytest.mark.slow)
+        for model in ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+        for mesh in ("1x2", "1x3", "1x4", "2x2", "2x4", "8x1")
+    ],
 )
 def test_the_same_tokens_on_any_mesh(model: str, mesh: str, tokenizer: Path, one_device: dict) -> None:
-    engine = make_engine(tokenizer, model, mesh=mesh)
-    outputs = run(engine, REQUESTS)
-    stats = engine.stats()
-    assert (stats.compilations_serving, stats.kv_cache_usage) == (0, 0.0)
-    for key, want in one_device[model].items():
-        assert tokens(outputs[key]) == tokens(want), key
+    want = one_device[model]
+    for caching in (True, False):
+        engine = make_engine(tokenizer, model, mesh=mesh, enable_prefix_caching=caching)
+        outputs = run(engine, REQUESTS)
+        assert_as_on_one_device(outputs, want)
+        stats = engine.stats()
+        assert (stats.compilations_serving, stats.kv_cache_usage) == (0, 0.0)
+        assert (stats.prefix_cache_hits > 0) == caching
+
+
+def test_nan_in_unused_pages_changes_nothing(tokenizer: Path, one_device: dict) -> None:
+    """Every page of both groups starts as NaN, and their null pages stay so."""
+    want = one_device["llama"]
+    engine = make_engine(tokenizer, mesh="2x2", enable_prefix_caching=False)
+    runner, num_pages = engine._runner, engine.cache_config.num_pages
+
+    @jax.jit
+    def poison(pages: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.at[::num_pages].set(jnp.nan), pages)
+
+    runner.kv_pages = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), runner.kv_pages)
+
+    def poison_the_null_pages(step: int) -> None:
+        runner.kv_pages = poison(runner.kv_pages)
+
+    assert_as_on_one_device(run(engine, REQUESTS, poison_the_null_pages), want)
+
+
+def test_log_probabilities_and_preemption_in_groups(tokenizer: Path) -> None:
+    """Rows of several groups come back to the sequences that they belong to."""
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    requests = {f"{i}": (prompt, params) for i, prompt in enumerate(PROMPTS * 2)}
+    alone = make_engine(tokenizer)
+    want = {key: run(alone, {key: request})[key] for key, request in requests.items()}
+    engine = make_engine(tokenizer, mesh="2x2", num_pages=17)
+    outputs = run(engine, requests)
+    assert engine.stats().num_preemptions > 0
+    for key, parts in outputs.items():
+        assert tokens(parts) == tokens(want[key])
+        assert logprobs(parts) == pytest.approx(logprobs(want[key]), abs=1e-4)
+
+
+def logprobs(outputs: Sequence[TokenOutput]) -> list[float]:
+    """Of the prompt, then of the answer."""
+    prompt = outputs[0].prompt_logprobs or ()
+    entries = [entry for entry in prompt if entry is not None]
+    return [entry.logprob for entry in (*entries, *(e for output in outputs for e in output.logprobs))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["1x2", "1x4", "2x2", "2x4", "8x1"])
+def test_the_demo_on_any_mesh(mesh: str, demo_path: Path) -> None:
+    """9 heads on 3 kv heads, which neither 2 nor 4 nor 8 divides."""
+    texts = ["Once upon a time", "The capital of France is", "1, 2, 3, 4,", "In the beginning"]
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128}
+    params = SamplingParams(temperature=0.0, max_tokens=32)
+
+    def answers(mesh: str) -> list[tuple[int, ...]]:
+        cache_dir = os.environ["JAX_COMPILATION_CACHE_DIR"]
+        llm = LLM(str(demo_path), mesh=mesh, compilation_cache_dir=cache_dir, **sizes)
+        return [out.outputs[0].token_ids for out in llm.generate(texts, params, use_tqdm=False)]
+
+    assert answers(mesh) == answers("1x1")

@@ -21,10 +21,13 @@ from tests.integration.engines import MODELS
 NUM_LAYERS = 4
 NUM_PAGES = 4096
 KV_BYTES = NUM_LAYERS * 2 * NUM_PAGES * 16 * 2 * 16 * 4  # K and V; 2 heads of 16, float32
-COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-\w+)(?:-start)?\(")
+# The operation, and the devices that exchange with one another.
+COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-\w+)(?:-start)?\(.*replica_groups=(\S+),"
+)
 
 
-@pytest.fixture(scope="module", params=["1x1", "1x2"])
+@pytest.fixture(scope="module", params=["1x1", "2x2"])
 def mesh_config(request: pytest.FixtureRequest) -> MeshConfig:
     return parse_mesh(request.param)
 
@@ -35,12 +38,14 @@ def programs(mesh_config: MeshConfig) -> Programs:
     config = load_model_config(reader)
     assert (config.num_hidden_layers, config.num_key_value_heads, config.head_dim) == (NUM_LAYERS, 2, 16)
     cache = CacheConfig(page_size=16, num_pages=NUM_PAGES, dtype="float32")
-    scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)
+    scheduler = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128, num_groups=mesh_config.data
+    )
     mesh = make_mesh(mesh_config, jax.devices())
     return compile_programs(abstract_model(config, jnp.dtype("float32"), mesh), cache, scheduler, mesh)
 
 
-def collectives(program: Program) -> Counter[str]:
+def collectives(program: Program) -> Counter[tuple[str, str]]:
     return Counter(COLLECTIVE.findall(program.as_text()))  # type: ignore[attr-defined]
 
 
@@ -63,8 +68,10 @@ def test_sampling_keeps_the_slots_in_place(programs: Programs) -> None:
 def test_a_layer_has_two_all_reduces(programs: Programs, mesh_config: MeshConfig) -> None:
     """And the embedding one; the logits are gathered where they are sampled. Groups exchange nothing."""
     divided = mesh_config.tensor > 1
+    pairs = "[2,2]<=[4]"  # devices 0 and 1, and 2 and 3
     for bucket, program in programs.forward.items():
-        assert collectives(program) == Counter({"all-reduce": divided * (2 * NUM_LAYERS + 1)}), bucket
-    for size, program in (programs.sample | programs.prompt_logprobs).items():  # type: ignore[operator]
-        assert collectives(program) == Counter({"all-gather": int(divided)}), size
+        want = Counter({("all-reduce", pairs): divided * (2 * NUM_LAYERS + 1)})
+        assert collectives(program) == want, bucket
+    for program in (*programs.sample.values(), *programs.prompt_logprobs.values()):
+        assert collectives(program) == Counter({("all-gather", pairs): int(divided)})
     assert collectives(programs.set_counts) == Counter()

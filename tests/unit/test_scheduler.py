@@ -22,6 +22,7 @@ from jaxinfer.types import (
     RequestError,
     SampledToken,
     SamplingParams,
+    ScheduledSeq,
     Sequence,
     SequenceStatus,
     StepPlan,
@@ -54,29 +55,31 @@ class FakeDevice:
 
     def __init__(self, config: SchedulerConfig, page_size: int, tile: int) -> None:
         self.config, self.page_size, self.tile = config, page_size, tile
-        self.pages: dict[tuple[int, int], int] = {}  # (page, offset) -> token
-        self.last_token: dict[int, int] = {}  # by slot
-        self.owner: dict[int, int] = {}  # slot -> seq_id
+        self.pages: dict[tuple[int, int, int], int] = {}  # (group, page, offset) -> token
+        self.last_token: dict[tuple[int, int], int] = {}  # by group and slot
+        self.owner: dict[tuple[int, int], int] = {}  # group and slot -> seq_id
         self.truth: dict[int, list[int]] = {}  # by seq_id
 
     def launch(self, plan: StepPlan) -> StepResult:
         items = plan.decodes + plan.prefills
         assert items, "an empty plan"
-        assert (
-            len({item.slot for item in items}) == len({item.sequence.seq_id for item in items}) == len(items)
-        )
+        slots = {(item.group, item.slot) for item in items}
+        assert len(slots) == len({item.sequence.seq_id for item in items}) == len(items)
         assert all(0 <= item.slot < self.config.max_num_seqs for item in items)
-        rows = [-(-item.num_tokens // self.tile) * self.tile for item in plan.prefills]
-        assert sum(rows) <= self.config.max_num_batched_tokens
-        written: set[tuple[int, int]] = set()
+        rows = dict.fromkeys(range(self.config.num_groups), 0)
+        for item in plan.prefills:
+            rows[item.group] += -(-item.num_tokens // self.tile) * self.tile
+        assert max(rows.values()) <= self.config.max_num_batched_tokens
+        written: set[tuple[int, int, int]] = set()
         for item in items:  # every write comes before any read, as in a layer
             sequence, end = item.sequence, item.start + item.num_tokens
+            slot = (item.group, item.slot)
             if item.first:
-                self.owner[item.slot] = sequence.seq_id
-                self.last_token.pop(item.slot, None)
-            assert self.owner[item.slot] == sequence.seq_id
+                self.owner[slot] = sequence.seq_id
+                self.last_token.pop(slot, None)
+            assert self.owner[slot] == sequence.seq_id
             is_decode = item in plan.decodes
-            token_ids = (self.last_token[item.slot],) if is_decode else item.token_ids
+            token_ids = (self.last_token[slot],) if is_decode else item.token_ids
             assert item.num_tokens == len(token_ids) > 0
             assert end < sequence.max_total_tokens, "the last token is never computed"
             if not is_decode:
@@ -85,14 +88,14 @@ class FakeDevice:
                 assert last or end % self.tile == 0
                 assert last or self.config.enable_chunked_prefill
             for position, token_id in enumerate(token_ids, item.start):
-                where = self.locate(item.page_ids, position)
+                where = self.locate(item, position)
                 assert where not in written, "two sequences write to one place"
                 written.add(where)
                 self.pages[where] = token_id
         sampled: dict[int, SampledToken] = {}
         for item in items:
             sequence, end = item.sequence, item.start + item.num_tokens
-            prefix = [self.pages[self.locate(item.page_ids, position)] for position in range(end)]
+            prefix = [self.pages[self.locate(item, position)] for position in range(end)]
             truth = self.truth.setdefault(sequence.seq_id, list(sequence.request.prompt_token_ids))
             while len(truth) < end:
                 truth.append(sample(sequence, truth))
@@ -100,14 +103,14 @@ class FakeDevice:
                 f"step {plan.step_id}: sequence {sequence.seq_id} reads other tokens"
             )
             if item.samples:
-                self.last_token[item.slot] = sample(sequence, prefix)
-                sampled[sequence.seq_id] = SampledToken(self.last_token[item.slot], None)
+                token_id = self.last_token[item.group, item.slot] = sample(sequence, prefix)
+                sampled[sequence.seq_id] = SampledToken(token_id, None)
         return StepResult(plan.step_id, sampled, {})
 
-    def locate(self, page_ids: tuple[int, ...], position: int) -> tuple[int, int]:
-        page_id = page_ids[position // self.page_size]
+    def locate(self, item: ScheduledSeq, position: int) -> tuple[int, int, int]:
+        page_id = item.page_ids[position // self.page_size]
         assert page_id > 0, "the null page"
-        return page_id, position % self.page_size
+        return item.group, page_id, position % self.page_size
 
 
 def make_sequence(
@@ -197,6 +200,8 @@ def settings(max_num_seqs: int = 4, max_num_batched_tokens: int = 64, **changes)
         (2_000, 12, 4, 2, 0, settings(4, 16)),
         (2_000, 24, 2, 3, 2, settings(4, 7)),
         (2_000, 200, 4, 4, 3, settings(8, 16)),
+        (2_000, 14, 4, 4, 1, settings(4, 16, num_groups=2)),
+        (2_000, 12, 4, 8, 2, settings(3, 64, num_groups=3, scheduling="priority")),
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1])
@@ -436,6 +441,55 @@ def test_admission_leaves_each_running_sequence_a_page():
     loop.scheduler.add(make_sequence(1, [6] * 12, 2))  # 3, which would leave none
     loop.launch()
     assert (loop.scheduler.num_running, loop.scheduler.num_waiting) == (1, 1)
+    loop.drain()
+
+
+def groups_of(loop: Loop) -> list[list[tuple[int, int]]]:
+    """Of each plan, (seq_id, group) of what it prefills."""
+    return [[(item.sequence.seq_id, item.group) for item in plan.prefills] for plan in loop.plans]
+
+
+def test_groups_fill_up_evenly():
+    loop = Loop(settings(max_num_seqs=2, num_groups=2))
+    for seq_id in range(5):
+        loop.scheduler.add(make_sequence(seq_id, [seq_id + 2] * 3, 2))
+    loop.launch()
+    assert groups_of(loop) == [[(0, 0), (1, 1), (2, 0), (3, 1)]]
+    assert (loop.scheduler.num_running, loop.scheduler.num_waiting) == (4, 1)
+    loop.drain()
+
+
+def test_each_group_has_the_whole_budget():
+    loop = Loop(settings(max_num_batched_tokens=8, num_groups=2), tile=4)
+    for seq_id in range(2):
+        loop.scheduler.add(make_sequence(seq_id, [seq_id + 2] * 20, 1))
+    loop.launch()
+    assert [(item.group, item.num_tokens) for item in loop.plans[0].prefills] == [(0, 8), (1, 8)]
+    loop.drain()
+
+
+def test_goes_where_its_prefix_is_cached_until_many_run_there():
+    loop = Loop(settings(max_num_seqs=8, num_groups=2))
+    loop.scheduler.add(make_sequence(0, [3] * 4, 1))
+    loop.scheduler.add(make_sequence(1, [5] * 14, 1))  # the second group has 3 pages of fives
+    loop.drain()
+    for seq_id in range(2, 8):
+        loop.scheduler.add(make_sequence(seq_id, [5] * 14, 1))
+    loop.launch()
+    # Three pages are worth three sequences more. Then the group that lacks them computes them too.
+    assert groups_of(loop)[1] == [(2, 1), (3, 1), (4, 1), (5, 0), (6, 1), (7, 0)]
+    assert loop.scheduler.num_waiting == 0
+    loop.drain()
+
+
+def test_goes_elsewhere_where_its_prefix_has_no_room():
+    loop = Loop(settings(num_groups=2), num_pages=9)
+    loop.scheduler.add(make_sequence(0, [5] * 14, 1))
+    loop.drain()
+    loop.scheduler.add(make_sequence(1, [6] * 17, 4))
+    loop.scheduler.add(make_sequence(2, [5] * 13 + [7] * 7, 4))  # 3 pages cached, 2 more and 1 to spare
+    loop.launch()
+    assert groups_of(loop)[-1] == [(1, 0), (2, 1)]
     loop.drain()
 
 
