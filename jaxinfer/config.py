@@ -29,11 +29,22 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """A mixture of experts in place of an MLP, in Hugging Face's words."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool  # the chosen experts' probabilities are scaled to sum to 1
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What differs from layer to layer."""
 
     rope: RopeConfig
     sliding_window: int | None = None  # a token sees this many positions, its own included
+    moe: MoeConfig | None = None  # None is one dense MLP
 
 
 @dataclass(frozen=True)

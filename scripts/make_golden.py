@@ -45,6 +45,9 @@ GEMMA: Mapping[str, Any] = SMALL | dict(
     query_pre_attn_scalar=24,  # unlike head_dim
     sliding_window=12,
 )
+QWEN3_MOE: Mapping[str, Any] = SMALL | dict(
+    head_dim=16, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3
+)
 LLAMA3 = dict(
     rope_type="llama3",
     rope_theta=500.0,
@@ -88,7 +91,31 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
             ),
         ),
     ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        dict(
+            SMALL,
+            num_hidden_layers=2,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        dict(QWEN3_MOE, num_hidden_layers=2, norm_topk_prob=True, tie_word_embeddings=True),
+    ),
+    "qwen3_moe_stacked": (
+        "Qwen3MoeForCausalLM",
+        # Experts in layers 1 and 5 alone.
+        dict(
+            QWEN3_MOE, num_hidden_layers=6, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[3]
+        ),
+    ),
 }
+# transformers 5 holds all experts in one parameter. It writes a tensor an expert, as older versions do,
+# unless it is told to write what it holds.
+STACKED = {"qwen3_moe_stacked"}
 
 
 def build(class_name: str, options: dict[str, Any], seed: int) -> torch.nn.Module:
@@ -125,7 +152,7 @@ def main() -> None:
         with torch.no_grad():
             logits = model(torch.tensor([prompt]), use_cache=False).logits[0].numpy()
         directory = OUT / name
-        model.save_pretrained(directory)
+        model.save_pretrained(directory, save_original_format=name not in STACKED)
         np.savez_compressed(
             directory / "golden.npz",
             prompt_ids=np.array(prompt, np.int32),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal, cast
 
-from jaxinfer.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
+from jaxinfer.config import ConfigError, LayerConfig, ModelConfig, MoeConfig, RopeConfig
 from jaxinfer.models import rope_scaling
 from jaxinfer_checkpoints.reader import CheckpointReader, TensorInfo
 
@@ -121,6 +121,12 @@ def _checked(model: ModelConfig) -> ModelConfig:
             f"num_attention_heads={model.num_attention_heads} is not a multiple of "
             f"num_key_value_heads={model.num_key_value_heads}"
         )
+    for moe in {layer.moe for layer in model.layers} - {None}:
+        if moe is not None and not 1 <= moe.num_experts_per_tok <= moe.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok={moe.num_experts_per_tok} must be from 1 to {moe.num_experts}, "
+                "the number of experts"
+            )
     # YaRN's own words say how far the model reaches; Qwen's configs leave max_position_embeddings at
     # the length before it.
     reach = [
@@ -152,9 +158,16 @@ def _layers(
     return tuple(LayerConfig(rope=ropes[kind], sliding_window=windows[kind]) for kind in kinds)
 
 
-def _plain_ropes(config: Config) -> dict[str, RopeConfig]:
+def _plain_ropes(config: Config, theta: float = 10_000.0) -> dict[str, RopeConfig]:
     """One RoPE for every layer, unless `rope_parameters` tells layer types apart."""
-    return rope_scaling.from_config_json(config, {FULL: 10_000.0, SLIDING: 10_000.0})
+    return rope_scaling.from_config_json(config, {FULL: theta, SLIDING: theta})
+
+
+def _with_moe(layers: tuple[LayerConfig, ...], moe: MoeConfig, dense: Set[int]) -> tuple[LayerConfig, ...]:
+    """The same layers with a mixture of experts, but for those in `dense`."""
+    return tuple(
+        layer if i in dense else dataclasses.replace(layer, moe=moe) for i, layer in enumerate(layers)
+    )
 
 
 def _llama(architecture: str, config: Config) -> ModelConfig:
@@ -172,6 +185,18 @@ def _llama(architecture: str, config: Config) -> ModelConfig:
 def _mistral(architecture: str, config: Config) -> ModelConfig:
     kinds = config.get("layer_types") or [SLIDING] * config["num_hidden_layers"]
     return _base(architecture, config, _layers(kinds, _plain_ropes(config), config.get("sliding_window")))
+
+
+def _mixtral(architecture: str, config: Config) -> ModelConfig:
+    moe = MoeConfig(
+        num_experts=config["num_local_experts"],
+        num_experts_per_tok=config["num_experts_per_tok"],
+        moe_intermediate_size=config["intermediate_size"],
+        norm_topk_prob=True,
+    )
+    kinds = [SLIDING] * config["num_hidden_layers"]
+    layers = _layers(kinds, _plain_ropes(config, 1_000_000.0), config.get("sliding_window"))
+    return _base(architecture, config, _with_moe(layers, moe, frozenset()))
 
 
 def _qwen_layers(config: Config) -> tuple[LayerConfig, ...]:
@@ -193,6 +218,29 @@ def _qwen3(architecture: str, config: Config) -> ModelConfig:
         config,
         _qwen_layers(config),
         head_dim=config.get("head_dim") or 128,
+        attention_bias=bias,
+        attention_out_bias=bias,
+        qk_norm=True,
+    )
+
+
+def _qwen3_moe(architecture: str, config: Config) -> ModelConfig:
+    """Every decoder_sparse_step-th layer is a mixture of experts, but for those of mlp_only_layers."""
+    moe = MoeConfig(
+        # transformers 5 writes num_local_experts, older versions num_experts.
+        num_experts=config["num_experts" if "num_experts" in config else "num_local_experts"],
+        num_experts_per_tok=config["num_experts_per_tok"],
+        moe_intermediate_size=config["moe_intermediate_size"],
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+    )
+    count, step = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
+    dense = {i for i in range(count) if (i + 1) % step} | set(config.get("mlp_only_layers") or ())
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
+    bias = bool(config.get("attention_bias", False))
+    return _base(
+        architecture,
+        config,
+        _with_moe(_layers([SLIDING] * count, _plain_ropes(config), window), moe, dense),
         attention_bias=bias,
         attention_out_bias=bias,
         qk_norm=True,
@@ -262,8 +310,10 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family("llama", _llama),
     "MistralForCausalLM": Family("mistral", _mistral),
+    "MixtralForCausalLM": Family("mixtral", _mixtral),
     "Qwen2ForCausalLM": Family("qwen2", _qwen2),
     "Qwen3ForCausalLM": Family("qwen3", _qwen3),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", _qwen3_moe),
     "Gemma3ForCausalLM": Family("gemma3_text", _gemma3),
     "Gemma3ForConditionalGeneration": Family("gemma3", _gemma3_multimodal),
 }
@@ -283,10 +333,6 @@ def _from_gguf(
         )
     prefix = architecture + "."
     config = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    if config.get("expert_count"):
-        raise ConfigError(
-            f"{prefix}expert_count={config['expert_count']}: mixtures of experts are not supported"
-        )
     try:
         layers, special = GGUF_FAMILIES[architecture](config, factors)
         return _gguf_base(architecture, metadata, config, tensors, layers, special)
@@ -343,14 +389,28 @@ def _uniform(config: Config, key: str, default: int | None = None) -> int:
 GgufParts = tuple[tuple[LayerConfig, ...], Mapping[str, Any]]
 
 
-def _gguf_layers(config: Config, factors: tuple[float, ...]) -> tuple[LayerConfig, ...]:
+def _gguf_layers(
+    config: Config, factors: tuple[float, ...], moe: MoeConfig | None = None
+) -> tuple[LayerConfig, ...]:
     rope = rope_scaling.from_gguf(config, 10_000.0, factors)
-    return (LayerConfig(rope, config.get("attention.sliding_window") or None),) * config["block_count"]
+    window = config.get("attention.sliding_window") or None
+    return (LayerConfig(rope, window, moe),) * config["block_count"]
+
+
+def _gguf_moe(config: Config, expert_size: int) -> MoeConfig:
+    """llama.cpp scales the chosen experts' probabilities to sum to 1, whatever config.json said."""
+    return MoeConfig(
+        num_experts=config["expert_count"],
+        num_experts_per_tok=config["expert_used_count"],
+        moe_intermediate_size=expert_size,
+        norm_topk_prob=True,
+    )
 
 
 def _gguf_llama(config: Config, factors: tuple[float, ...]) -> GgufParts:
-    """Llama, and Mistral, which GGUF files as llama."""
-    return _gguf_layers(config, factors), {"interleaved_qk": True}
+    """Llama, and Mistral and Mixtral, which GGUF files as llama."""
+    moe = _gguf_moe(config, _uniform(config, "feed_forward_length")) if config.get("expert_count") else None
+    return _gguf_layers(config, factors, moe), {"interleaved_qk": True}
 
 
 def _gguf_qwen2(config: Config, factors: tuple[float, ...]) -> GgufParts:
@@ -359,6 +419,11 @@ def _gguf_qwen2(config: Config, factors: tuple[float, ...]) -> GgufParts:
 
 def _gguf_qwen3(config: Config, factors: tuple[float, ...]) -> GgufParts:
     return _gguf_layers(config, factors), {"qk_norm": True}
+
+
+def _gguf_qwen3_moe(config: Config, factors: tuple[float, ...]) -> GgufParts:
+    moe = _gguf_moe(config, config["expert_feed_forward_length"])
+    return _gguf_layers(config, factors, moe), {"qk_norm": True}
 
 
 def _gguf_gemma3(config: Config, factors: tuple[float, ...]) -> GgufParts:
@@ -388,5 +453,6 @@ GGUF_FAMILIES: Mapping[str, Callable[[Config, tuple[float, ...]], GgufParts]] = 
     "llama": _gguf_llama,
     "qwen2": _gguf_qwen2,
     "qwen3": _gguf_qwen3,
+    "qwen3moe": _gguf_qwen3_moe,
     "gemma3": _gguf_gemma3,
 }

@@ -34,6 +34,7 @@ from jaxinfer.models.layers import (
     soft_cap,
     unfuse,
 )
+from jaxinfer.models.moe import SparseMoe
 from jaxinfer.parallel.mesh import TENSOR, constrain
 
 # One layer's part of the KV cache: whatever the attention function takes and gives back.
@@ -119,17 +120,21 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each with a norm before it, and with sandwich norms one after it too.
 
-    The names are Hugging Face's: `post_attention_layernorm` stands before the MLP, except with
-    sandwich norms, where it stands after the attention.
+    In place of the MLP there may be a mixture of experts. The names are Hugging Face's:
+    `post_attention_layernorm` stands before the MLP, except with sandwich norms, where it stands
+    after the attention.
     """
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike) -> None:
+    def __init__(self, config: ModelConfig, layer: LayerConfig, dtype: DTypeLike) -> None:
         def norm() -> RMSNorm:
             return RMSNorm(config.hidden_size, config.rms_norm_eps)
 
         self.sandwich_norms = config.sandwich_norms
         self.self_attn = Attention(config, dtype)
-        self.mlp = MLP(config, dtype)
+        if layer.moe is None:
+            self.mlp = MLP(config, dtype)
+        else:
+            self.mlp = SparseMoe(config, layer.moe, dtype)
         self.input_layernorm = norm()
         self.post_attention_layernorm = norm()
         if config.sandwich_norms:
@@ -176,7 +181,7 @@ class Backbone(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike) -> None:
         self.embed_tokens = Embedding(config.padded_vocab_size, config.hidden_size, dtype)
-        self.layers = nnx.List([DecoderLayer(config, dtype) for _ in config.layers])
+        self.layers = nnx.List([DecoderLayer(config, layer, dtype) for layer in config.layers])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 

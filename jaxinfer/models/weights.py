@@ -1,17 +1,14 @@
-"""Checkpoint tensors -> the decoder's parameters: the rule table and the streaming, sharded loader.
+"""Checkpoint tensors -> the decoder's parameters: the streaming, sharded loader.
 
-Every tensor name matches one rule or is known to be no weight, and every parameter is filled once,
-a fused one from several tensors; what does not fit is reported together, by name. Tensors are read
-one at a time, a shard's slice at a time, so that the host never holds much more than the model itself.
+Every parameter is filled once, a fused or stacked one from several tensors. Tensors are read one at a
+time, a shard's slice at a time, so that the host never holds much more than the model itself.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 import numpy as np
@@ -21,77 +18,17 @@ from jax.typing import DTypeLike
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.transformer import Transformer
-from jaxinfer.parallel.layout import part_size, partitioned, runs, split_axis
+from jaxinfer.models.weight_names import Source, match_names
+from jaxinfer.parallel.layout import expert_runs, moe_of, part_size, partitioned, runs, split_axis
 from jaxinfer.parallel.mesh import parameter_sharding, tensor_parallel
-from jaxinfer_checkpoints.reader import CheckpointReader, Problems
+from jaxinfer_checkpoints.reader import CheckpointReader
 
 Index = tuple[slice, ...]
-Transform = Literal["none", "add_one", "unpermute"]
 
 INIT_SCALE = 0.02  # standard deviation of random weights, Hugging Face's initializer_range
 
-_COMPARE_ROWS = 4096
 _BLOCK_BYTES = 8 << 20  # read at once, in the target dtype: what bounds the temporaries
 _ALIGNMENT = 64  # of a buffer that XLA's CPU client takes over without a copy
-
-
-@dataclass(frozen=True)
-class Rule:
-    r"""A checkpoint name's pattern -> the part's path, with the pattern's groups as \1, \2 ..."""
-
-    pattern: str
-    path: str
-    transform: Transform = "none"
-
-
-def rules(config: ModelConfig, format: Literal["safetensors", "gguf"]) -> tuple[Rule, ...]:
-    """The rule table of a format. Patterns match whole names."""
-    return _gguf_rules(config) if format == "gguf" else _hugging_face_rules(config)
-
-
-def _hugging_face_rules(config: ModelConfig) -> tuple[Rule, ...]:
-    """Hugging Face's names are the parts' paths. Multimodal checkpoints put a prefix before them."""
-    norm: Transform = "add_one" if config.norm_offset else "none"
-    model = r"(?:model|language_model\.model|model\.language_model)"
-    layer = model + r"\.layers\.(\d+)\."
-    return (
-        Rule(model + r"\.embed_tokens\.weight", "model.embed_tokens.weight"),
-        Rule(r"(?:language_model\.)?lm_head\.weight", "lm_head.weight"),
-        Rule(model + r"\.norm\.weight", "model.norm.weight", norm),
-        Rule(layer + r"(\w+_layernorm)\.weight", r"model.layers.\1.\2.weight", norm),
-        Rule(layer + r"self_attn\.([qk]_norm)\.weight", r"model.layers.\1.self_attn.\2.weight", norm),
-        Rule(layer + r"self_attn\.([qkvo]_proj)\.(weight|bias)", r"model.layers.\1.self_attn.\2.\3"),
-        Rule(layer + r"mlp\.(gate_proj|up_proj|down_proj)\.(weight|bias)", r"model.layers.\1.mlp.\2.\3"),
-    )
-
-
-def _gguf_rules(config: ModelConfig) -> tuple[Rule, ...]:
-    """llama.cpp's names. Its converter interleaves the rows of Llama's q and k, two halves a head."""
-    qk: Transform = "unpermute" if config.interleaved_qk else "none"
-    layer = r"blk\.(\d+)\."
-    ours = r"model.layers.\1."
-    before_mlp = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
-    return (
-        Rule(r"token_embd\.weight", "model.embed_tokens.weight"),
-        Rule(r"output\.weight", "lm_head.weight"),
-        Rule(r"output_norm\.weight", "model.norm.weight"),
-        Rule(layer + r"attn_norm\.weight", ours + "input_layernorm.weight"),
-        Rule(layer + r"post_attention_norm\.weight", ours + "post_attention_layernorm.weight"),
-        Rule(layer + r"ffn_norm\.weight", ours + f"{before_mlp}.weight"),
-        Rule(layer + r"post_ffw_norm\.weight", ours + "post_feedforward_layernorm.weight"),
-        Rule(layer + r"attn_([qk])_norm\.weight", ours + r"self_attn.\2_norm.weight"),
-        Rule(layer + r"attn_([qk])\.(weight|bias)", ours + r"self_attn.\2_proj.\3", qk),
-        Rule(layer + r"attn_v\.(weight|bias)", ours + r"self_attn.v_proj.\2"),
-        Rule(layer + r"attn_output\.(weight|bias)", ours + r"self_attn.o_proj.\2"),
-        Rule(layer + r"ffn_(gate|up|down)\.(weight|bias)", ours + r"mlp.\2_proj.\3"),
-    )
-
-
-# Tensors that checkpoints carry and the decoder derives, or leaves to another half of the model.
-NO_WEIGHTS = re.compile(
-    r".*\.rotary_emb\.inv_freq|.*\.attention\.masked_bias|rope_freqs\.weight"
-    r"|(?:model\.)?vision_tower\..*|(?:model\.)?multi_modal_projector\..*"
-)
 
 
 @dataclass(frozen=True)
@@ -105,6 +42,8 @@ class _Piece:
       source: the first one in the tensor.
       target: the first one in the parameter.
       size: how many.
+      expert: which matrix of a parameter that stacks those of all experts, and whose rows and columns
+        the others are then about; None of other parameters.
     """
 
     path: str
@@ -113,14 +52,7 @@ class _Piece:
     source: int
     target: int
     size: int
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Where a tensor comes from."""
-
-    name: str
-    transform: Transform
+    expert: int | None = None
 
 
 def load_model(
@@ -141,14 +73,14 @@ def load_model(
       CheckpointError: with the names of all missing, unexpected and misshapen tensors.
     """
     abstract = abstract_model(model_config, dtype, mesh)
-    sources = _match(reader, model_config, abstract)
+    sources = match_names(reader, model_config, _tensor_shapes(abstract, model_config))
 
     def read(piece: _Piece, index: Index) -> np.ndarray:
         source = sources[piece.path]
         if source.transform == "unpermute":
             values = _read_unpermuted(reader, source.name, index, piece.shape, model_config.head_dim)
         else:
-            values = reader.read(source.name, index)
+            values = _read_rows(reader, source, index)
         return values.astype(np.float32) + np.float32(1.0) if source.transform == "add_one" else values
 
     return _fill(abstract, model_config, read)
@@ -179,7 +111,7 @@ def abstract_model(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = No
     leaves = []
     for path, param in nnx.to_flat_state(state):
         leaf = param.get_value()
-        place = None if mesh is None else parameter_sharding(mesh, _name(path))
+        place = None if mesh is None else parameter_sharding(mesh, _name(path), laid_out)
         leaves.append((path, param.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place))))
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
@@ -199,24 +131,43 @@ def _tensor_shapes(abstract: Transformer, config: ModelConfig) -> dict[str, tupl
     return {
         piece.path: piece.shape
         for path, leaf in _walk(abstract)
-        for piece in _pieces(path, leaf, config, abstract.config.tensor_parallel)
+        for piece in _pieces(path, leaf, config, abstract.config)
     }
 
 
 def _pieces(
-    path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig, tensor_parallel: int
+    path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig, laid_out: ModelConfig
 ) -> tuple[_Piece, ...]:
     """What a parameter is made of, in order. `config` is the checkpoint's."""
-    axis = split_axis(path)
+    if ".experts." in path:
+        return _expert_pieces(path, leaf, config, laid_out.tensor_parallel)
+    axis = split_axis(path, laid_out)
     if axis is None:
         return (_Piece(path, leaf.shape, 0, 0, 0, leaf.shape[0]),)
     module = path.split(".")[-2]
     pieces = []
-    for run in runs(module, config, tensor_parallel):
+    for run in runs(module, config, laid_out.tensor_parallel):
         shape = (*leaf.shape[:axis], part_size(run.part, config), *leaf.shape[axis + 1 :])
         name = path.replace(module, run.part)
         pieces.append(_Piece(name, shape, axis, run.source, run.target, run.size))
     return tuple(pieces)
+
+
+def _expert_pieces(
+    path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig, tensor_parallel: int
+) -> tuple[_Piece, ...]:
+    """Of a parameter [E, rows, columns]: the gate and up of each expert, or its down."""
+    moe = moe_of(path, config)
+    experts, module = path.rsplit(".", 1)
+    if module == "down_proj":
+        axis, shape = 1, (leaf.shape[1], moe.moe_intermediate_size)
+    else:
+        axis, shape = 0, (moe.moe_intermediate_size, leaf.shape[2])
+    return tuple(
+        _Piece(f"{experts}.{i}.{run.part}.weight", shape, axis, run.source, run.target, run.size, expert=i)
+        for i in range(moe.num_experts)
+        for run in expert_runs(module, moe, tensor_parallel)
+    )
 
 
 # The slice of a piece's tensor.
@@ -230,7 +181,7 @@ def _fill(abstract: Transformer, config: ModelConfig, read: ReadFn) -> Transform
     filled = []
     for path, param in nnx.to_flat_state(state):
         leaf = param.get_value()
-        pieces = _pieces(_name(path), leaf, config, abstract.config.tensor_parallel)
+        pieces = _pieces(_name(path), leaf, config, abstract.config)
         shard = _read_once(read, pieces, leaf)
         array = jax.make_array_from_callback(leaf.shape, leaf.sharding or first_device, shard)
         filled.append((path, param.replace(array)))
@@ -262,19 +213,27 @@ def _in_blocks(
     raw = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     out = raw[start : start + num_bytes].view(leaf.dtype).reshape(shape)
-    rows = max(1, _BLOCK_BYTES * shape[0] // max(num_bytes, 1))
     for piece in pieces:
-        begin = max(index[piece.axis].start, piece.target)
-        end = min(index[piece.axis].stop, piece.target + piece.size)
-        if begin >= end:  # the piece lies outside the slice
-            continue
-        filled = _with(index, piece.axis, slice(begin, end))
-        for first in range(filled[0].start, filled[0].stop, rows):
-            block = _with(filled, 0, slice(first, min(first + rows, filled[0].stop)))
-            source = _with(block, piece.axis, _moved(block[piece.axis], piece.source - piece.target))
-            place = tuple(_moved(part, -whole.start) for part, whole in zip(block, index, strict=True))
-            out[place] = read(piece, source)
+        if piece.expert is None:
+            _read_piece(read, piece, out, index)
+        elif index[0].start <= piece.expert < index[0].stop:
+            _read_piece(read, piece, out[piece.expert - index[0].start], index[1:])
     return out
+
+
+def _read_piece(read: ReadFn, piece: _Piece, out: np.ndarray, index: Index) -> None:
+    """Fills what lies in the piece of `out`, the slice `index` of a parameter or of an expert's matrix."""
+    begin = max(index[piece.axis].start, piece.target)
+    end = min(index[piece.axis].stop, piece.target + piece.size)
+    if begin >= end:  # the piece lies outside the slice
+        return
+    rows = max(1, _BLOCK_BYTES * out.shape[0] // max(out.nbytes, 1))
+    filled = _with(index, piece.axis, slice(begin, end))
+    for first in range(filled[0].start, filled[0].stop, rows):
+        block = _with(filled, 0, slice(first, min(first + rows, filled[0].stop)))
+        source = _with(block, piece.axis, _moved(block[piece.axis], piece.source - piece.target))
+        place = tuple(_moved(part, -whole.start) for part, whole in zip(block, index, strict=True))
+        out[place] = read(piece, source)
 
 
 def _with(index: Index, axis: int, part: slice) -> Index:
@@ -291,62 +250,15 @@ def _bounded(index: Index | None, shape: tuple[int, ...]) -> Index:
     return tuple(slice(*part.indices(size)[:2]) for part, size in zip(parts, shape, strict=True))
 
 
-# --- Matching names -------------------------------------------------------------------------------
+# --- Reading --------------------------------------------------------------------------------------
 
 
-def _match(reader: CheckpointReader, config: ModelConfig, abstract: Transformer) -> dict[str, _Source]:
-    """Path -> source, for the tensors of all parameters.
-
-    Raises:
-      CheckpointError: naming everything that does not fit.
-    """
-    shapes = _tensor_shapes(abstract, config)
-    table = [(re.compile(rule.pattern), rule) for rule in rules(config, reader.format)]
-    sources: dict[str, _Source] = {}
-    tied_heads: list[str] = []
-    problems = Problems(reader.path)
-    unexpected = f"tensors that {config.architecture} has no place for"
-    for name, info in reader.tensors.items():
-        found = next(((match, rule) for regex, rule in table if (match := regex.fullmatch(name))), None)
-        path = found[0].expand(found[1].path) if found else ""
-        if path == "lm_head.weight" and config.tie_word_embeddings:
-            tied_heads.append(name)
-        elif found is None or path not in shapes:
-            if not NO_WEIGHTS.fullmatch(name):
-                problems.add(unexpected, name)
-        elif path in sources:
-            problems.add("tensors that are the same parameter", sources[path].name, name)
-        else:
-            sources[path] = _Source(name, found[1].transform)
-            if tuple(info.shape) != shapes[path]:
-                both = f"{list(info.shape)} instead of {list(shapes[path])}"
-                problems.add("misshapen tensors", f"{name} {both}")
-    embedding = sources.get("model.embed_tokens.weight")
-    for name in tied_heads:
-        if embedding is not None and not _equal(reader, name, embedding.name):
-            problems.add(f"the head of a tied model, unlike {embedding.name}", name)
-    missing = [path for path in shapes if path not in sources]
-    if missing:
-        problems.add("missing tensors", *missing)
-    problems.raise_if_any()
-    return sources
-
-
-def _equal(reader: CheckpointReader, name: str, other: str) -> bool:
-    """Whether two matrices of the checkpoint hold the same values."""
-    rows, columns = reader.tensors[name].shape
-    if reader.tensors[other].shape != (rows, columns):
-        return False
-    blocks = [slice(first, min(first + _COMPARE_ROWS, rows)) for first in range(0, rows, _COMPARE_ROWS)]
-    return all(
-        np.array_equal(
-            reader.read(name, (block, slice(columns))), reader.read(other, (block, slice(columns)))
-        )
-        for block in blocks
-    )
-
-
-# --- Transforms -----------------------------------------------------------------------------------
+def _read_rows(reader: CheckpointReader, source: Source, index: Index) -> np.ndarray:
+    """A tensor's slice, which may lie in a stack of all experts' tensors."""
+    if source.expert is None:
+        return reader.read(source.name, index)
+    rows = _moved(index[0], source.first_row)
+    return reader.read(source.name, (slice(source.expert, source.expert + 1), rows, *index[1:]))[0]
 
 
 def _read_unpermuted(

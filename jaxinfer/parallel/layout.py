@@ -3,7 +3,8 @@
 A fused parameter's rows come in T blocks, (q_t, k_t, v_t) or (gate_t, up_t), so that a plain split of
 its rows gives each device the heads that it computes. Sizes that T does not divide are padded with
 zeros, which add nothing to any product; with fewer kv heads than devices each is repeated, and the
-query heads that share it are dealt out among its copies.
+query heads that share it are dealt out among its copies. Of a mixture of experts each device has some
+of the experts, or where T does not divide them a part of each one's feed-forward.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from jaxinfer.config import ConfigError, ModelConfig
+from jaxinfer.config import ConfigError, LayerConfig, ModelConfig, MoeConfig
 
 # Modules whose rows are outputs that the devices of a group divide: heads, feed-forward, vocabulary.
 _SPLIT_ROWS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head")
@@ -54,21 +55,54 @@ def partitioned(model: ModelConfig, tensor_parallel: int) -> ModelConfig:
         num_attention_heads=len(query_heads),
         num_key_value_heads=len(kv_heads),
         intermediate_size=_round_up(model.intermediate_size, tensor_parallel),
+        layers=tuple(_partitioned_layer(layer, tensor_parallel) for layer in model.layers),
         tensor_parallel=tensor_parallel,
     )
+
+
+def _partitioned_layer(layer: LayerConfig, tensor_parallel: int) -> LayerConfig:
+    moe = layer.moe
+    if moe is None or divides_experts(moe, tensor_parallel):
+        return layer
+    size = _round_up(moe.moe_intermediate_size, tensor_parallel)
+    return replace(layer, moe=replace(moe, moe_intermediate_size=size))
+
+
+def divides_experts(moe: MoeConfig, tensor_parallel: int) -> bool:
+    """Whether each device has whole experts, and not a part of each one's feed-forward."""
+    return moe.num_experts % tensor_parallel == 0
+
+
+def moe_of(path: str, model: ModelConfig) -> MoeConfig:
+    """The mixture of experts that a parameter model.layers.I.mlp.experts... belongs to."""
+    moe = model.layers[int(path.split(".")[2])].moe
+    if moe is None:
+        raise ValueError(f"path={path!r} is of a layer without experts")
+    return moe
 
 
 def device_share(model: ModelConfig, tensor_parallel: int) -> ModelConfig:
     """What one device of a group holds of the model, as a model of its own: to count bytes with."""
     whole = partitioned(model, tensor_parallel)
+    layers = tuple(
+        layer if layer.moe is None else replace(layer, moe=_moe_share(layer.moe, tensor_parallel))
+        for layer in whole.layers
+    )
     return replace(
         whole,
         num_attention_heads=whole.num_attention_heads // tensor_parallel,
         num_key_value_heads=whole.num_key_value_heads // tensor_parallel,
         intermediate_size=whole.intermediate_size // tensor_parallel,
         vocab_size=whole.padded_vocab_size // tensor_parallel,
+        layers=layers,
         tensor_parallel=1,
     )
+
+
+def _moe_share(moe: MoeConfig, tensor_parallel: int) -> MoeConfig:
+    if divides_experts(moe, tensor_parallel):
+        return replace(moe, num_experts=moe.num_experts // tensor_parallel)
+    return replace(moe, moe_intermediate_size=moe.moe_intermediate_size // tensor_parallel)
 
 
 def padding(model: ModelConfig, tensor_parallel: int) -> dict[str, tuple[int, int]]:
@@ -79,12 +113,22 @@ def padding(model: ModelConfig, tensor_parallel: int) -> dict[str, tuple[int, in
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     }
     sizes["vocab_size"] = (model.vocab_size, laid_out.padded_vocab_size)
+    for before, after in zip(model.layers, laid_out.layers, strict=True):
+        if before.moe is not None and after.moe is not None:
+            sizes["moe_intermediate_size"] = (
+                before.moe.moe_intermediate_size,
+                after.moe.moe_intermediate_size,
+            )
     return {name: (before, after) for name, (before, after) in sizes.items() if before != after}
 
 
-def split_axis(path: str) -> int | None:
+def split_axis(path: str, laid_out: ModelConfig) -> int | None:
     """The axis of a parameter that the devices of a group divide among them; None is none."""
     module, kind = path.split(".")[-2:]
+    if module == "experts":
+        if divides_experts(moe_of(path, laid_out), laid_out.tensor_parallel):
+            return 0
+        return 1 if kind == "gate_up_proj" else 2
     if module in _SPLIT_ROWS:
         return 0
     if module in _SPLIT_COLUMNS and kind == "weight":
@@ -117,6 +161,14 @@ def runs(module: str, model: ModelConfig, tensor_parallel: int) -> tuple[Run, ..
     if module == "gate_up_proj":
         return tuple(_gate_up_runs(model.intermediate_size, tensor_parallel))
     return (Run(module, 0, 0, part_size(module, model)),)
+
+
+def expert_runs(module: str, moe: MoeConfig, tensor_parallel: int) -> tuple[Run, ...]:
+    """What each expert's matrix is made of: along its rows for gate_up_proj, its columns for down_proj."""
+    if module == "down_proj":
+        return (Run(module, 0, 0, moe.moe_intermediate_size),)
+    num_blocks = 1 if divides_experts(moe, tensor_parallel) else tensor_parallel
+    return tuple(_gate_up_runs(moe.moe_intermediate_size, num_blocks))
 
 
 def _qkv_runs(model: ModelConfig, tensor_parallel: int) -> Iterator[Run]:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.config import ConfigError, MeshConfig
+from jaxinfer.config import ConfigError, MeshConfig, ModelConfig
 from jaxinfer.parallel.layout import split_axis
 
 DATA, TENSOR = "data", "tensor"
@@ -54,9 +54,9 @@ def tensor_parallel(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.shape[TENSOR]
 
 
-def parameter_sharding(mesh: Mesh, path: str) -> NamedSharding:
-    """Where a parameter lies; each group has all of it."""
-    axis = split_axis(path)
+def parameter_sharding(mesh: Mesh, path: str, laid_out: ModelConfig) -> NamedSharding:
+    """Where a parameter of a model laid out for the mesh lies; each group has all of it."""
+    axis = split_axis(path, laid_out)
     return NamedSharding(mesh, PartitionSpec() if axis is None else PartitionSpec(*(None,) * axis, TENSOR))
 
 

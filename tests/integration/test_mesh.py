@@ -56,14 +56,14 @@ def assert_as_on_one_device(outputs: dict, want: dict) -> None:
 
 
 def in_fast_tests(model: str, mesh: str) -> bool:
-    return (model, mesh) == ("llama", "2x2")
+    return (model, mesh) in {("llama", "2x2"), ("qwen3_moe", "1x4")}
 
 
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
         pytest.param(model, mesh, marks=() if in_fast_tests(model, mesh) else pytest.mark.slow)
-        for model in ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+        for model in ("llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe")
         for mesh in ("1x2", "1x3", "1x4", "2x2", "2x4", "8x1")
     ],
 )

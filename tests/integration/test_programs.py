@@ -75,3 +75,15 @@ def test_a_layer_has_two_all_reduces(programs: Programs, mesh_config: MeshConfig
     for program in (*programs.sample.values(), *programs.prompt_logprobs.values()):
         assert collectives(program) == Counter({("all-gather", pairs): int(divided)})
     assert collectives(programs.set_counts) == Counter()
+
+
+@pytest.mark.parametrize(("model", "mesh"), [("qwen3_moe", "1x4"), ("mixtral", "1x4")])
+def test_a_layer_of_experts_has_two_all_reduces(model: str, mesh: str) -> None:
+    """With whole experts on each device, and with a part of each expert."""
+    config = load_model_config(open_checkpoint(MODELS / model))
+    cache = CacheConfig(page_size=16, num_pages=64, dtype="float32")
+    scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=128)
+    devices = make_mesh(parse_mesh(mesh), jax.devices())
+    abstract = abstract_model(config, jnp.dtype("float32"), devices)
+    for bucket, program in compile_programs(abstract, cache, scheduler, devices).forward.items():
+        assert collectives(program) == Counter({"all-reduce": 2 * config.num_hidden_layers + 1}), bucket

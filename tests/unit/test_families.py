@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from jaxinfer.config import ConfigError, RopeConfig
+from jaxinfer.config import ConfigError, LayerConfig, MoeConfig, RopeConfig
 from jaxinfer.models.families import FAMILIES, GGUF_FAMILIES, model_config_from
 from jaxinfer_checkpoints import TensorInfo
 
@@ -84,6 +85,61 @@ GEMMA_27B_GGUF: dict[str, Any] = {
     "tokenizer.ggml.bos_token_id": 2,
     "tokenizer.ggml.eos_token_id": 1,
     "tokenizer.ggml.eot_token_id": 106,
+}
+# Of config.json of mistralai/Mixtral-8x7B-v0.1.
+MIXTRAL: dict[str, Any] = MISTRAL | {
+    "architectures": ["MixtralForCausalLM"],
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+}
+# Of config.json of Qwen/Qwen3-30B-A3B.
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+# Of the metadata of Qwen3-30B-A3B's GGUF files.
+QWEN3_MOE_GGUF: dict[str, Any] = {
+    "general.architecture": "qwen3moe",
+    "qwen3moe.context_length": 40960,
+    "qwen3moe.embedding_length": 2048,
+    "qwen3moe.block_count": 48,
+    "qwen3moe.feed_forward_length": 6144,
+    "qwen3moe.attention.head_count": 32,
+    "qwen3moe.attention.head_count_kv": 4,
+    "qwen3moe.attention.key_length": 128,
+    "qwen3moe.attention.value_length": 128,
+    "qwen3moe.attention.layer_norm_rms_epsilon": 1e-6,
+    "qwen3moe.expert_count": 128,
+    "qwen3moe.expert_used_count": 8,
+    "qwen3moe.expert_feed_forward_length": 768,
+    "qwen3moe.rope.freq_base": 1000000.0,
+    "tokenizer.ggml.bos_token_id": 151643,
+    "tokenizer.ggml.eos_token_id": 151645,
 }
 LLAMA_GGUF: dict[str, Any] = {
     "general.architecture": "llama",
@@ -170,6 +226,36 @@ def test_gemma3_layer_types_beat_the_pattern() -> None:
         model_config_from(text | {"layer_types": ["chunked_attention"] * 3}, "safetensors")
 
 
+def test_mixtral_is_mistral_with_experts() -> None:
+    model = model_config_from(MIXTRAL, "safetensors")
+    assert set(model.layers) == {LayerConfig(RopeConfig(1e6), None, MoeConfig(8, 2, 14336, True))}
+    without_theta = {key: value for key, value in MIXTRAL.items() if key != "rope_theta"}
+    assert model_config_from(without_theta, "safetensors") == model
+
+    metadata = LLAMA_GGUF | {"llama.expert_count": 8, "llama.expert_used_count": 2}
+    gguf = model_config_from(metadata, "gguf", tensors=_tensors(token_embd=(49152, 576)))
+    assert {layer.moe for layer in gguf.layers} == {MoeConfig(8, 2, 1536, True)}
+    assert gguf.interleaved_qk
+
+
+def test_qwen3_moe_is_the_same_from_config_json_and_gguf() -> None:
+    ours = model_config_from(QWEN3_MOE, "safetensors")
+    tensors = _tensors(token_embd=(151_936, 2048), output=(151_936, 2048))
+    theirs = model_config_from(QWEN3_MOE_GGUF, "gguf", tensors=tensors)
+    assert dataclasses.replace(theirs, architecture=ours.architecture) == ours
+    assert set(ours.layers) == {LayerConfig(RopeConfig(1e6), None, MoeConfig(128, 8, 768, True))}
+    assert ours.qk_norm
+    renamed = {"num_local_experts" if key == "num_experts" else key: v for key, v in QWEN3_MOE.items()}
+    assert model_config_from(renamed, "safetensors") == ours
+
+
+def test_qwen3_moe_says_which_layers_are_dense() -> None:
+    """transformers' Qwen3MoeDecoderLayer: not in mlp_only_layers and (i + 1) % decoder_sparse_step == 0."""
+    change = {"num_hidden_layers": 9, "decoder_sparse_step": 3, "mlp_only_layers": [5]}
+    model = model_config_from(QWEN3_MOE | change, "safetensors")
+    assert [i for i, layer in enumerate(model.layers) if layer.moe] == [2, 8]
+
+
 def test_gguf_leaves_head_biases_and_vocabulary_to_the_tensors() -> None:
     tied = model_config_from(LLAMA_GGUF, "gguf", tensors=_tensors(token_embd=(49152, 576)))
     assert (tied.tie_word_embeddings, tied.attention_bias, tied.head_dim) == (True, False, 64)
@@ -197,6 +283,7 @@ def test_unknown_architecture_is_refused_by_name_with_those_known() -> None:
         ({"hidden_act": "relu"}, "hidden_act='relu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config of method 'gptq'"),
         ({"num_key_value_heads": 5}, "num_key_value_heads=5"),
+        (MIXTRAL | {"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be from 1 to 8"),
         ({"rope_scaling": {"type": "su", "factor": 2.0}}, "'su' is not supported"),
     ],
 )
@@ -215,7 +302,7 @@ def test_missing_keys_are_named() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"llama.expert_count": 8}, "mixtures of experts"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "num_experts_per_tok=9"),
         ({"llama.rope.dimension_count": 32}, "rope.dimension_count=32"),
         ({"llama.attention.head_count_kv": [3, 1]}, "differs from layer to layer"),
         ({"llama.rope.scaling.type": "longrope"}, "'longrope' is not supported"),

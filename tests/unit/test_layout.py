@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.config import ConfigError, LayerConfig, MeshConfig, ModelConfig, RopeConfig, parse_mesh
+from jaxinfer.config import (
+    ConfigError,
+    LayerConfig,
+    MeshConfig,
+    ModelConfig,
+    MoeConfig,
+    RopeConfig,
+    parse_mesh,
+)
 from jaxinfer.parallel.layout import Run, device_share, padding, partitioned, runs
 
 
@@ -106,6 +116,19 @@ def test_a_device_share() -> None:
     share = device_share(model(32, 8, ffn=14336, vocab=128256), 4)
     sizes = (share.num_attention_heads, share.num_key_value_heads, share.intermediate_size, share.vocab_size)
     assert sizes == (8, 2, 3584, 32064)
+
+
+def test_a_device_has_whole_experts_or_a_part_of_each() -> None:
+    """8 experts over 4 devices: 2 each; 6 over 4: an ffn of 10 is padded to 12, and 3 of it each."""
+    for num_experts, shared, laid_out in ((8, (2, 10), 10), (6, (6, 3), 12)):
+        layer = LayerConfig(RopeConfig(), moe=MoeConfig(num_experts, 2, 10, True))
+        config = replace(model(32, 8), layers=(layer, LayerConfig(RopeConfig())))
+        (first, second) = device_share(config, 4).layers
+        assert first.moe is not None
+        assert (first.moe.num_experts, first.moe.moe_intermediate_size) == shared
+        assert second.moe is None
+        changed = {"moe_intermediate_size": (10, laid_out)} if laid_out != 10 else {}
+        assert padding(config, 4) == changed
 
 
 def test_a_mesh_is_data_by_tensor() -> None:

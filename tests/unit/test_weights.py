@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -18,12 +19,13 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jaxinfer.config import LayerConfig, MeshConfig, ModelConfig, RopeConfig
+from jaxinfer.config import LayerConfig, MeshConfig, ModelConfig, MoeConfig, RopeConfig
 from jaxinfer.models import weights
 from jaxinfer.models.transformer import Transformer
 from jaxinfer.models.weights import load_model, random_model
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer_checkpoints import CheckpointError, TensorInfo
+from tests.gguf_names import gguf_names, stack_experts
 
 F32 = jnp.dtype("float32")
 LLAMA = ModelConfig(
@@ -48,10 +50,15 @@ GEMMA = dataclasses.replace(
     qk_norm=True,
     norm_offset=True,
 )
+MOE = dataclasses.replace(
+    LLAMA,
+    layers=(LayerConfig(RopeConfig()), LayerConfig(RopeConfig(), moe=MoeConfig(3, 2, 12, True))),
+    attention_bias=False,
+)
 
 
 class FakeReader:
-    """A checkpoint in memory that notes the rows read of each tensor."""
+    """A checkpoint in memory that notes the rows and values read of each tensor."""
 
     path = Path("fake")
 
@@ -90,6 +97,12 @@ def tensors(model: Transformer) -> dict[str, np.ndarray]:
             heads = np.split(values, num_q + 2 * num_kv)
             cuts = {"q": heads[:num_q], "k": heads[num_q : num_q + num_kv], "v": heads[num_q + num_kv :]}
             out |= {path.replace("qkv", name): np.concatenate(rows) for name, rows in cuts.items()}
+        elif ".experts." in path:
+            experts, name = path.rsplit(".", 1)
+            for i, matrix in enumerate(values):
+                cuts = zip(("gate_proj", "up_proj"), np.split(matrix, 2), strict=True)
+                parts = dict(cuts) if name == "gate_up_proj" else {name: matrix}
+                out |= {f"{experts}.{i}.{part}.weight": rows for part, rows in parts.items()}
         elif "gate_up_proj" in path:
             gate, up = np.split(values, 2)
             out |= {path.replace("gate_up", "gate"): gate, path.replace("gate_up", "up"): up}
@@ -103,47 +116,6 @@ def arrays_for(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     shapes = {name: value.shape for name, value in tensors(random_model(config, F32, 0)).items()}
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def permuted(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """llama.cpp's convert_hf_to_gguf.py, LlamaModel.permute."""
-    head = weight.shape[0] // num_heads // 2
-    return weight.reshape(num_heads, 2, head, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def gguf_names(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same tensors as llama.cpp names and stores them."""
-    ffn_norm = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
-    words = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "model.layers": "blk",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        ffn_norm: "ffn_norm",
-        "post_attention_layernorm": "post_attention_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-    }
-    out = {}
-    for path, values in arrays.items():
-        name = path
-        for ours, theirs in words.items():
-            name = name.replace(ours, theirs)
-        if config.interleaved_qk and "q_proj" in path:
-            values = permuted(values, config.num_attention_heads)
-        if config.interleaved_qk and "k_proj" in path:
-            values = permuted(values, config.num_key_value_heads)
-        out[name] = values
-    return out
 
 
 def assert_equal(got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> None:
@@ -176,6 +148,127 @@ def test_gguf_gives_the_same_parameters(config: ModelConfig) -> None:
     arrays = arrays_for(config)
     stored = gguf_names(config, arrays) | {"rope_freqs.weight": np.ones(4, np.float32)}
     assert_equal(tensors(load_model(FakeReader("gguf", stored), config, F32)), arrays)
+
+
+def mixtral_names(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As mistralai/Mixtral-8x7B-v0.1 names them."""
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    out = {}
+    for name, values in arrays.items():
+        if ".experts." in name:
+            name = name.replace("mlp", "block_sparse_moe")
+            for ours, theirs in names.items():
+                name = name.replace(ours, theirs)
+        out[name.replace("mlp.gate.", "block_sparse_moe.gate.")] = values
+    return out
+
+
+def stacked_names(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As transformers 5 holds them: gate and up of all experts are one tensor, and down is one."""
+    stacks = stack_experts(arrays)
+    gate, up, down = (stacks.pop(f"blk.1.ffn_{name}_exps.weight") for name in ("gate", "up", "down"))
+    experts = "model.layers.1.mlp.experts."
+    return stacks | {experts + "gate_up_proj": np.concatenate([gate, up], 1), experts + "down_proj": down}
+
+
+def old_gguf_names(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As GGUF files of before April 2024 name them, a tensor an expert."""
+    return {re.sub(r"mlp\.experts\.(\d+)\.(\w+)_proj", r"ffn_\2.\1", k): v for k, v in arrays.items()}
+
+
+@pytest.mark.parametrize(
+    ("format", "rename"),
+    [
+        ("safetensors", dict),
+        ("safetensors", mixtral_names),
+        ("safetensors", stacked_names),
+        ("gguf", lambda arrays: gguf_names(MOE, stack_experts(arrays))),
+        ("gguf", lambda arrays: gguf_names(MOE, old_gguf_names(arrays))),
+    ],
+    ids=["qwen3_moe", "mixtral", "stacked", "gguf", "old gguf"],
+)
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_experts_are_read_into_one_parameter(
+    monkeypatch: pytest.MonkeyPatch, format: Literal["safetensors", "gguf"], rename: Any, rows: int
+) -> None:
+    """However they are stored, and read in blocks of however many rows."""
+    monkeypatch.setattr(weights, "_BLOCK_BYTES", rows * 16 * 4)
+    arrays = arrays_for(MOE)
+    assert_equal(tensors(load_model(FakeReader(format, rename(arrays)), MOE, F32)), arrays)
+
+
+def test_experts_lie_one_behind_the_other_with_gate_above_up() -> None:
+    arrays = arrays_for(MOE)
+    model = leaves(load_model(FakeReader("safetensors", arrays), MOE, F32))
+    stacks = stacked_names(arrays)
+    for name in ("gate_up_proj", "down_proj"):
+        path = f"model.layers.1.mlp.experts.{name}"
+        np.testing.assert_array_equal(model[path], stacks[path])
+    assert model["model.layers.1.mlp.gate.weight"].dtype == np.float32
+
+
+@pytest.mark.parametrize("rename", [dict, stacked_names], ids=["a tensor an expert", "stacked"])
+def test_each_device_holds_its_experts_or_its_part_of_each(rename: Any) -> None:
+    """3 experts with an ffn of 12: over 3 devices one each, over 4 and 2 a part of all; read once."""
+    arrays = arrays_for(MOE)
+    stacks = stacked_names(arrays)
+    path = "model.layers.1.mlp.experts."
+    for devices in (2, 3, 4):
+        stored = rename(arrays)
+        reader = FakeReader("safetensors", stored)
+        mesh = make_mesh(MeshConfig(tensor=devices), jax.devices())
+        held = on_devices(load_model(reader, MOE, F32, mesh=mesh))
+        gate, up = np.split(stacks[path + "gate_up_proj"], 2, axis=1)
+        down = stacks[path + "down_proj"]
+        rows, columns = (0, 0) if devices == 3 else (1, 2)
+        for device in range(devices):
+            own = [np.split(matrix, devices, rows)[device] for matrix in (gate, up)]
+            np.testing.assert_array_equal(held[path + "gate_up_proj"][device], np.concatenate(own, axis=1))
+            want = np.split(down, devices, columns)[device]
+            np.testing.assert_array_equal(held[path + "down_proj"][device], want)
+        read = {name: count for name, count in reader.num_values.items() if ".mlp." in name}
+        assert read == {name: values.size for name, values in stored.items() if ".mlp." in name}
+
+
+def test_an_ffn_of_experts_that_does_not_divide_is_padded_with_zeros() -> None:
+    """10 over 4 devices: 3, 3, 3 and 1."""
+    config = dataclasses.replace(MOE, layers=(LayerConfig(RopeConfig(), moe=MoeConfig(3, 2, 10, True)),))
+    arrays = arrays_for(config)
+    mesh = make_mesh(MeshConfig(tensor=4), jax.devices())
+    held = on_devices(load_model(FakeReader("safetensors", arrays), config, F32, mesh=mesh))
+    experts = "model.layers.0.mlp.experts."
+    last = held[experts + "gate_up_proj"][3]
+    assert last.shape == (3, 6, 16)
+    for expert in range(3):
+        want = np.zeros((6, 16), np.float32)
+        want[0] = arrays[f"{experts}{expert}.gate_proj.weight"][9]
+        want[3] = arrays[f"{experts}{expert}.up_proj.weight"][9]
+        np.testing.assert_array_equal(last[expert], want)
+    down = np.concatenate(held[experts + "down_proj"], axis=2)
+    want = np.stack([arrays[f"{experts}{expert}.down_proj.weight"] for expert in range(3)])
+    np.testing.assert_array_equal(down, np.pad(want, ((0, 0), (0, 0), (0, 2))))
+
+
+def test_experts_that_do_not_fit_are_reported_by_name() -> None:
+    arrays = arrays_for(MOE)
+    experts = "model.layers.1.mlp.experts."
+    del arrays[experts + "2.up_proj.weight"]
+    arrays[experts + "3.up_proj.weight"] = np.zeros((12, 16), np.float32)
+    arrays[experts + "0.down_proj.weight"] = np.zeros((16, 13), np.float32)
+    arrays["model.layers.0.mlp.experts.0.up_proj.weight"] = np.zeros((12, 16), np.float32)
+    with pytest.raises(CheckpointError) as error:
+        load_model(FakeReader("safetensors", arrays), MOE, F32)
+    problems = {reason.split()[0]: set(names) for reason, names in error.value.problems.items()}
+    assert problems == {
+        "missing": {experts + "2.up_proj.weight"},
+        "tensors": {experts + "3.up_proj.weight", "model.layers.0.mlp.experts.0.up_proj.weight"},
+        "misshapen": {experts + "0.down_proj.weight [16, 13] instead of [16, 12]"},
+    }
+
+    stacked = stacked_names(arrays_for(MOE))
+    stacked[experts + "down_proj"] = np.zeros((4, 16, 12), np.float32)
+    with pytest.raises(CheckpointError, match=r"down_proj \[4, 16, 12\] instead of \[3, 16, 12\]"):
+        load_model(FakeReader("safetensors", stacked), MOE, F32)
 
 
 def test_everything_that_does_not_fit_is_reported_at_once() -> None:
