@@ -23,7 +23,14 @@ def gguf_names(
 ) -> dict[str, np.ndarray]:
     """The same tensors as llama.cpp names and stores them; Llama's q and k are permuted."""
     permute_qk = config.interleaved_qk if permute_qk is None else permute_qk
-    ffn_norm = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
+    if config.sandwich_norms:
+        norms = {
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_attention_layernorm": "post_attention_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        }
+    else:
+        norms = {"post_attention_layernorm": "ffn_norm"}
     words = {
         "model.embed_tokens": "token_embd",
         "model.norm": "output_norm",
@@ -40,10 +47,7 @@ def gguf_names(
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
         "input_layernorm": "attn_norm",
-        ffn_norm: "ffn_norm",
-        "post_attention_layernorm": "post_attention_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-    }
+    } | norms
     out = {}
     for path, values in arrays.items():
         name = path
