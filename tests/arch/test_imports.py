@@ -45,6 +45,7 @@ LAYERS = {
     "jaxinfer.models.layers": 3,
     "jaxinfer.models.moe": 3,
     "jaxinfer.models.families": 3,
+    "jaxinfer.models.weight_names": 3,
     "jaxinfer.models.rope_scaling": 3,
     "jaxinfer.ops": 3,
     "jaxinfer.engine.host_memory": 3,

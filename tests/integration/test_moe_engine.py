@@ -14,9 +14,10 @@ from tests.integration.engines import make_engine, run, tokens, write_byte_token
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=16, ignore_eos=True)
 RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(0, 150, length).tolist() for length in (5, 1, 31, 33, 70, 90, 16, 64)]
 REQUESTS = {
-    f"{i}/{name}": (RNG.integers(0, 150, length).tolist(), params)
-    for i, length in enumerate((5, 1, 31, 33, 70, 90, 16, 64))
+    f"{i}/{name}": (prompt, params)
+    for i, prompt in enumerate(PROMPTS)
     for name, params in (("greedy", GREEDY), ("seeded", SEEDED))
 }
 
@@ -28,17 +29,18 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(tokenizer: Path) -> Engine:
-    return make_engine(tokenizer, "qwen3_moe")
+    return make_engine(tokenizer, "qwen3_moe", num_pages=129)
 
 
 @pytest.fixture(scope="module")
 def alone(engine: Engine) -> dict[str, list[int]]:
-    """Each request by itself, its prompt in whole chunks."""
+    """Each request by itself; the seeded ones after a prefix hit."""
     return {key: tokens(run(engine, {key: request})[key]) for key, request in REQUESTS.items()}
 
 
 def test_after_a_prefix_hit_and_in_a_batch(engine: Engine, alone: dict[str, list[int]]) -> None:
     before = engine.stats().prefix_cache_hits
+    assert before > 0
     outputs = run(engine, REQUESTS)
     assert {key: tokens(parts) for key, parts in outputs.items()} == alone
     assert engine.stats().prefix_cache_hits > before
