@@ -36,6 +36,7 @@ class MoeConfig:
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool  # the chosen experts' probabilities are scaled to sum to 1
+    expert_parallel: int = 1  # devices that divide the experts among them: parallel/layout.py
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,13 @@ class MemoryModel:
         attention reads for all decode rows at once, with its queries and sums.
         """
         share, size = self.share, itemsize(self.dtype)
-        mlp = 3 * share.hidden_size + 3 * share.intermediate_size
+        # A token has a row for each of its experts, and each row its input and output beside the ffn.
+        per_moe = [
+            layer.moe.num_experts_per_tok * (2 * share.hidden_size + 3 * layer.moe.moe_intermediate_size)
+            for layer in share.layers
+            if layer.moe is not None
+        ]
+        mlp = 3 * share.hidden_size + max([3 * share.intermediate_size, *per_moe])
         tile = 2 * share.num_key_value_heads * kv_tile_tokens(self.page_size) * share.head_dim
         queries = 4 * max(share.hidden_size, share.num_attention_heads * share.head_dim)
         rows = self.max_num_seqs + self.max_num_batched_tokens

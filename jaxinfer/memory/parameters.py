@@ -7,6 +7,7 @@ hundreds of layers without the seconds that building its modules takes. Tests ho
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,19 +16,27 @@ from typing import Literal
 import ml_dtypes  # noqa: F401 (registers bfloat16 with numpy)
 import numpy as np
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import ModelConfig, MoeConfig
 
-Role = Literal["embedding", "head", "projection", "bias", "norm"]
+Role = Literal["embedding", "head", "projection", "router", "bias", "norm"]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Parameters of one shape: a matrix [rows, columns], or a vector [rows] where columns is 1."""
+    """Parameters of one shape: a matrix [rows, columns], or a vector [rows] where columns is 1.
+
+    Attributes:
+      role: what it is for.
+      rows, columns: of each.
+      count: how many there are.
+      chosen: the part of a step's tokens that it is for: less than 1 of an expert's, on average.
+    """
 
     role: Role
     rows: int
     columns: int
-    count: int  # how many there are
+    count: int
+    chosen: float = 1.0
 
     @property
     def size(self) -> int:
@@ -64,6 +73,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
 def parameters(model: ModelConfig) -> tuple[Parameter, ...]:
     """The parameters of a model, or of what `parallel.layout.device_share` says that one device holds."""
     hidden, ffn, layers = model.hidden_size, model.intermediate_size, model.num_hidden_layers
+    dense = sum(layer.moe is None for layer in model.layers)
     q_rows = model.num_attention_heads * model.head_dim
     qkv_rows = q_rows + 2 * model.num_key_value_heads * model.head_dim
     found = [
@@ -71,8 +81,8 @@ def parameters(model: ModelConfig) -> tuple[Parameter, ...]:
         Parameter("head", model.vocab_size, hidden, 0 if model.tie_word_embeddings else 1),
         Parameter("projection", qkv_rows, hidden, layers),
         Parameter("projection", hidden, q_rows, layers),
-        Parameter("projection", 2 * ffn, hidden, layers),
-        Parameter("projection", hidden, ffn, layers),
+        Parameter("projection", 2 * ffn, hidden, dense),
+        Parameter("projection", hidden, ffn, dense),
         Parameter("norm", hidden, 1, (4 if model.sandwich_norms else 2) * layers + 1),
     ]
     if model.qk_norm:
@@ -82,8 +92,21 @@ def parameters(model: ModelConfig) -> tuple[Parameter, ...]:
     if model.attention_out_bias:
         found.append(Parameter("bias", hidden, 1, layers))
     if model.mlp_bias:
-        found += [Parameter("bias", 2 * ffn, 1, layers), Parameter("bias", hidden, 1, layers)]
+        found += [Parameter("bias", 2 * ffn, 1, dense), Parameter("bias", hidden, 1, dense)]
+    for moe, count in Counter(layer.moe for layer in model.layers).items():
+        if moe is not None:
+            found += _experts(moe, hidden, count)
     return tuple(found)
+
+
+def _experts(moe: MoeConfig, hidden: int, num_layers: int) -> list[Parameter]:
+    ffn, held = moe.moe_intermediate_size, moe.num_experts // moe.expert_parallel * num_layers
+    chosen = moe.num_experts_per_tok / moe.num_experts
+    return [
+        Parameter("router", moe.num_experts, hidden, num_layers),
+        Parameter("projection", 2 * ffn, hidden, held, chosen),
+        Parameter("projection", hidden, ffn, held, chosen),
+    ]
 
 
 def num_parameters(model: ModelConfig) -> int:
@@ -93,8 +116,8 @@ def num_parameters(model: ModelConfig) -> int:
 
 def parameter_bytes(parameter: Parameter, dtype: str, quantize: str = "none") -> int:
     """Bytes of one entry of `parameters`; quantize is "none" or a name of `WEIGHT_FORMATS`."""
-    if parameter.role == "norm":
-        return parameter.size * 4  # models/layers.py keeps them in float32
+    if parameter.role in ("norm", "router"):
+        return parameter.size * 4  # models/layers.py and moe.py keep them in float32
     if parameter.role == "projection" and quantize != "none":
         return WEIGHT_FORMATS[quantize].num_bytes(parameter)
     return parameter.size * itemsize(dtype)

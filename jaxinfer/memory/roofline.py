@@ -2,6 +2,7 @@
 
 A step's time is the greater of its bytes over the memory's bandwidth and its operations over the
 chip's rate, plus its all-reduces over the links: the first two overlap perfectly, the last not at all.
+Of a mixture's experts those are read that the step's tokens choose, were each choice as likely.
 Nothing runs at the published peak, so this bounds the speed from above (Williams, Waterman and
 Patterson 2009, "Roofline").
 """
@@ -74,14 +75,19 @@ def _roofline(
     held = [p for p in parameters(share) if p.role != "embedding" or model.tie_word_embeddings]
     # Weights are expanded before they are multiplied: the arithmetic is bfloat16's, however they are stored.
     products = sum(
-        2 * p.size * (num_tokens if p.role == "projection" else num_seqs)
+        2 * p.size * p.chosen * (num_seqs if p.role in ("head", "embedding") else num_tokens)
         for p in held
-        if p.role in ("projection", "head", "embedding")
+        if p.role not in ("bias", "norm")
     )
     queries = share.num_attention_heads * share.head_dim
     attention = sum(4 * queries * num_tokens * _seen(layer, attended) for layer in model.layers)
     token_bytes = memory.page_bytes / memory.page_size / model.num_hidden_layers
-    weight_bytes = sum(parameter_bytes(p, memory.dtype, memory.quantize) for p in held)
+    weight_bytes = int(
+        sum(
+            parameter_bytes(p, memory.dtype, memory.quantize) * (1 - (1 - p.chosen) ** num_tokens)
+            for p in held
+        )
+    )
     kv_bytes = int(num_seqs * token_bytes * sum(_seen(layer, context) for layer in model.layers))
     # A ring's all-reduce sends 2 (t - 1) / t of the array from each device; there are two a layer.
     all_reduces = 2 * model.num_hidden_layers * num_tokens * model.hidden_size * itemsize(memory.dtype)

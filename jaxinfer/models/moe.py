@@ -22,7 +22,6 @@ from jax.typing import DTypeLike
 
 from jaxinfer.config import ModelConfig, MoeConfig
 from jaxinfer.models.layers import Linear, activation
-from jaxinfer.parallel.layout import divides_experts
 from jaxinfer.parallel.mesh import TENSOR
 from jaxinfer_kernels import grouped_matmul
 
@@ -116,7 +115,7 @@ class SparseMoe(nnx.Module):
 
     def _over_devices(self, *args: jax.Array) -> jax.Array:
         """`apply_experts` by each device of a group with what it has of them, added up."""
-        whole_experts = divides_experts(self.moe, self.config.tensor_parallel)
+        whole_experts = self.moe.expert_parallel > 1
 
         def part(
             x: jax.Array, ids: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array

@@ -140,7 +140,7 @@ def _pieces(
 ) -> tuple[_Piece, ...]:
     """What a parameter is made of, in order. `config` is the checkpoint's."""
     if ".experts." in path:
-        return _expert_pieces(path, leaf, config, laid_out.tensor_parallel)
+        return _expert_pieces(path, leaf, config, laid_out)
     axis = split_axis(path, laid_out)
     if axis is None:
         return (_Piece(path, leaf.shape, 0, 0, 0, leaf.shape[0]),)
@@ -154,10 +154,11 @@ def _pieces(
 
 
 def _expert_pieces(
-    path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig, tensor_parallel: int
+    path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig, laid_out: ModelConfig
 ) -> tuple[_Piece, ...]:
     """Of a parameter [E, rows, columns]: the gate and up of each expert, or its down."""
     moe = moe_of(path, config)
+    num_blocks = laid_out.tensor_parallel // moe_of(path, laid_out).expert_parallel
     experts, module = path.rsplit(".", 1)
     if module == "down_proj":
         axis, shape = 1, (leaf.shape[1], moe.moe_intermediate_size)
@@ -166,7 +167,7 @@ def _expert_pieces(
     return tuple(
         _Piece(f"{experts}.{i}.{run.part}.weight", shape, axis, run.source, run.target, run.size, expert=i)
         for i in range(moe.num_experts)
-        for run in expert_runs(module, moe, tensor_parallel)
+        for run in expert_runs(module, moe, num_blocks)
     )
 
 

@@ -62,15 +62,12 @@ def partitioned(model: ModelConfig, tensor_parallel: int) -> ModelConfig:
 
 def _partitioned_layer(layer: LayerConfig, tensor_parallel: int) -> LayerConfig:
     moe = layer.moe
-    if moe is None or divides_experts(moe, tensor_parallel):
+    if moe is None:
         return layer
+    if moe.num_experts % tensor_parallel == 0:
+        return replace(layer, moe=replace(moe, expert_parallel=tensor_parallel))
     size = _round_up(moe.moe_intermediate_size, tensor_parallel)
     return replace(layer, moe=replace(moe, moe_intermediate_size=size))
-
-
-def divides_experts(moe: MoeConfig, tensor_parallel: int) -> bool:
-    """Whether each device has whole experts, and not a part of each one's feed-forward."""
-    return moe.num_experts % tensor_parallel == 0
 
 
 def moe_of(path: str, model: ModelConfig) -> MoeConfig:
@@ -84,25 +81,25 @@ def moe_of(path: str, model: ModelConfig) -> MoeConfig:
 def device_share(model: ModelConfig, tensor_parallel: int) -> ModelConfig:
     """What one device of a group holds of the model, as a model of its own: to count bytes with."""
     whole = partitioned(model, tensor_parallel)
-    layers = tuple(
-        layer if layer.moe is None else replace(layer, moe=_moe_share(layer.moe, tensor_parallel))
-        for layer in whole.layers
-    )
     return replace(
         whole,
         num_attention_heads=whole.num_attention_heads // tensor_parallel,
         num_key_value_heads=whole.num_key_value_heads // tensor_parallel,
         intermediate_size=whole.intermediate_size // tensor_parallel,
         vocab_size=whole.padded_vocab_size // tensor_parallel,
-        layers=layers,
+        layers=tuple(_layer_share(layer, tensor_parallel) for layer in whole.layers),
         tensor_parallel=1,
     )
 
 
-def _moe_share(moe: MoeConfig, tensor_parallel: int) -> MoeConfig:
-    if divides_experts(moe, tensor_parallel):
-        return replace(moe, num_experts=moe.num_experts // tensor_parallel)
-    return replace(moe, moe_intermediate_size=moe.moe_intermediate_size // tensor_parallel)
+def _layer_share(layer: LayerConfig, tensor_parallel: int) -> LayerConfig:
+    """The router is whole on each device, so the number of experts stays, and how they are divided."""
+    moe = layer.moe
+    if moe is None or moe.expert_parallel > 1:
+        return layer
+    return replace(
+        layer, moe=replace(moe, moe_intermediate_size=moe.moe_intermediate_size // tensor_parallel)
+    )
 
 
 def padding(model: ModelConfig, tensor_parallel: int) -> dict[str, tuple[int, int]]:
@@ -126,7 +123,7 @@ def split_axis(path: str, laid_out: ModelConfig) -> int | None:
     """The axis of a parameter that the devices of a group divide among them; None is none."""
     module, kind = path.split(".")[-2:]
     if module == "experts":
-        if divides_experts(moe_of(path, laid_out), laid_out.tensor_parallel):
+        if moe_of(path, laid_out).expert_parallel > 1:
             return 0
         return 1 if kind == "gate_up_proj" else 2
     if module in _SPLIT_ROWS:
@@ -163,11 +160,16 @@ def runs(module: str, model: ModelConfig, tensor_parallel: int) -> tuple[Run, ..
     return (Run(module, 0, 0, part_size(module, model)),)
 
 
-def expert_runs(module: str, moe: MoeConfig, tensor_parallel: int) -> tuple[Run, ...]:
-    """What each expert's matrix is made of: along its rows for gate_up_proj, its columns for down_proj."""
+def expert_runs(module: str, moe: MoeConfig, num_blocks: int) -> tuple[Run, ...]:
+    """What each expert's matrix is made of: along its rows for gate_up_proj, its columns for down_proj.
+
+    Args:
+      module: "gate_up_proj" or "down_proj".
+      moe: as the checkpoint has it.
+      num_blocks: devices that divide the matrix; 1 where they divide the experts.
+    """
     if module == "down_proj":
         return (Run(module, 0, 0, moe.moe_intermediate_size),)
-    num_blocks = 1 if divides_experts(moe, tensor_parallel) else tensor_parallel
     return tuple(_gate_up_runs(moe.moe_intermediate_size, num_blocks))
 
 

@@ -120,12 +120,13 @@ def test_a_device_share() -> None:
 
 def test_a_device_has_whole_experts_or_a_part_of_each() -> None:
     """8 experts over 4 devices: 2 each; 6 over 4: an ffn of 10 is padded to 12, and 3 of it each."""
-    for num_experts, shared, laid_out in ((8, (2, 10), 10), (6, (6, 3), 12)):
+    for num_experts, expert_parallel, ffn, laid_out in ((8, 4, 10, 10), (6, 1, 3, 12)):
         layer = LayerConfig(RopeConfig(), moe=MoeConfig(num_experts, 2, 10, True))
         config = replace(model(32, 8), layers=(layer, LayerConfig(RopeConfig())))
         (first, second) = device_share(config, 4).layers
         assert first.moe is not None
-        assert (first.moe.num_experts, first.moe.moe_intermediate_size) == shared
+        assert (first.moe.num_experts, first.moe.expert_parallel) == (num_experts, expert_parallel)
+        assert first.moe.moe_intermediate_size == ffn
         assert second.moe is None
         changed = {"moe_intermediate_size": (10, laid_out)} if laid_out != 10 else {}
         assert padding(config, 4) == changed

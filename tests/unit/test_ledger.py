@@ -16,8 +16,10 @@ from jax.sharding import AbstractMesh
 
 from jaxinfer.config import CacheConfig, LayerConfig, ModelConfig, RopeConfig
 from jaxinfer.engine.kv_cache import create_kv_pages, create_slots
+from jaxinfer.memory.chips import CHIPS
 from jaxinfer.memory.ledger import MemoryModel, kv_bytes_per_token
 from jaxinfer.memory.parameters import num_parameters, parameter_bytes, parameters
+from jaxinfer.memory.roofline import decode_roofline
 from jaxinfer.models.families import load_model_config, model_config_from
 from jaxinfer.models.weights import abstract_model
 from jaxinfer.parallel.mesh import DATA, TENSOR
@@ -31,6 +33,8 @@ PUBLISHED = {
     "Llama-3.3-70B": 70_553_706_496,
     "Llama-3.1-405B": 405_853_388_800,
     "Qwen3-32B": 32_762_123_264,
+    "Mixtral-8x7B": 46_702_792_704,
+    "Qwen3-30B-A3B": 30_532_122_624,
     # 27,432,406,640 with the vision tower (416,866,032) and the projector (6,194,304).
     "Gemma-3-27B": 27_009_346_304,
 }
@@ -97,7 +101,7 @@ def test_kv_heads_are_repeated_where_devices_outnumber_them() -> None:
     assert heads == [8, 4, 1, 1, 1]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "llama_bias"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "llama_bias", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("tensor", [2, 3, 4])
 def test_a_device_of_a_mesh_holds_its_shards(name: str, tensor: int) -> None:
     """Padded heads and repeated KV heads included: the shards that the decoder's shardings give it."""
@@ -107,6 +111,21 @@ def test_a_device_of_a_mesh_holds_its_shards(name: str, tensor: int) -> None:
     for leaf in jax.tree.leaves(abstract_model(model, jnp.float32, mesh)):  # type: ignore[arg-type]
         held += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     assert memory_model(model, dtype="float32", tensor=tensor).ledger(2).weights == held
+
+
+def test_a_decode_reads_the_experts_that_its_tokens_choose() -> None:
+    """Qwen3-30B-A3B: a token chooses 8 of 128; of 32 tokens' choices 1 - (120 / 128) ** 32 are distinct."""
+    memory = memory_model(public_config("Qwen3-30B-A3B"))
+    expert_bytes = 48 * 128 * 3 * 768 * 2048 * 2
+    rest = memory.ledger(2).weights - expert_bytes - 151_936 * 2048 * 2
+    for num_seqs, part in ((1, 8 / 128), (32, 0.8732)):
+        roofline = decode_roofline(memory, CHIPS["v5p"], num_seqs, 1)
+        assert roofline is not None
+        assert roofline.weight_bytes == pytest.approx(rest + part * expert_bytes, rel=1e-4)
+    one = decode_roofline(memory, CHIPS["v5p"], 1, 0)
+    assert one is not None
+    active = 2 * (num_parameters(memory.model) - 48 * 120 * 3 * 768 * 2048 - 151_936 * 2048)
+    assert one.flops == pytest.approx(active, rel=1e-4)  # but for the norms
 
 
 def test_quantised_projections_carry_their_scales() -> None:
