@@ -200,7 +200,12 @@ def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> ja
     """
     check_grouped_matmul(lhs, rhs, group_sizes)
     return jax.lax.platform_dependent(
-        lhs, rhs, group_sizes, tpu=grouped.ragged_dot, default=grouped.blocked_matmul
+        lhs,
+        rhs,
+        group_sizes,
+        tpu=grouped.ragged_dot,
+        cpu=partial(grouped.blocked_matmul, tile_bytes=grouped.CPU_TILE_BYTES),
+        default=grouped.blocked_matmul,
     )
 
 

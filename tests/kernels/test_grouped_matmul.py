@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,7 @@ jitted = {
     "op": jax.jit(grouped_matmul),
     "ragged_dot": jax.jit(grouped.ragged_dot),
     "blocked": jax.jit(grouped.blocked_matmul),
+    "tiled": jax.jit(partial(grouped.blocked_matmul, tile_bytes=4 * D * 5)),  # 5 outputs fit, 4 divide 16
 }
 
 
@@ -53,10 +56,15 @@ def test_sums_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups", "block"), [(8, 128, 1), (4096, 128, 32), (1024, 8, 128), (9, 8, 2)]
+    ("rows", "groups", "block"), [(8, 128, 1), (4096, 128, 32), (1024, 8, 128), (16, 8, 1), (17, 8, 8)]
 )
 def test_blocks_are_about_a_group(rows: int, groups: int, block: int) -> None:
     assert grouped.block_rows(rows, groups) == block
+
+
+def test_tiles_are_whole() -> None:
+    assert [grouped.tile_outputs(768, most) for most in (1000, 767, 128, 100, 0)] == [768, 384, 128, 96, 1]
+    assert grouped.tile_outputs(13, 12) == 1
 
 
 def test_what_does_not_fit_is_named() -> None:
