@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.types import CompletionOutput, RequestError, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from jaxinfer.engine.llm import LLM
+    from jaxinfer.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "RequestError", "RequestOutput", "SamplingParams", "__version__"]
@@ -16,7 +16,7 @@ __all__ = ["LLM", "CompletionOutput", "RequestError", "RequestOutput", "Sampling
 def __getattr__(name: str) -> Any:
     """Imports `LLM`, and jax with it, when it is first used: the host's modules need neither."""
     if name == "LLM":
-        from jaxinfer.engine.llm import LLM
+        from jaxinfer.llm import LLM
 
         return LLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

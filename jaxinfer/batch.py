@@ -200,7 +200,7 @@ def _requests(
     body: CompletionRequest | ChatCompletionRequest, engine: Engine, response_id: str
 ) -> list[Request]:
     try:
-        return body.requests(engine.tokenizer, response_id, engine.scheduler_config.scheduling)
+        return body.requests(engine.tokenizer, response_id, engine.scheduler_config)
     except RequestError as error:
         raise refused(error, type(body)) from error
 

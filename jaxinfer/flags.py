@@ -194,9 +194,11 @@ def plan_options(argv: Sequence[str]) -> PlanOptions:
     )
 
 
-def cache_dir() -> Path:
-    """Where the demo model and compiled programs are kept: $JAXINFER_CACHE_DIR or ~/.cache/jaxinfer."""
-    return Path(os.environ.get("JAXINFER_CACHE_DIR") or Path.home() / ".cache" / "jaxinfer")
+def default_directories() -> dict[str, str]:
+    """EngineConfig's directories where nobody names them: what the environment says, or ~/.cache/jaxinfer."""
+    cache_dir = Path(os.environ.get("JAXINFER_CACHE_DIR") or Path.home() / ".cache" / "jaxinfer")
+    compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(cache_dir / "compiled")
+    return {"cache_dir": str(cache_dir), "compilation_cache_dir": compiled}
 
 
 def engine_config(values: Any) -> EngineConfig:
@@ -212,9 +214,8 @@ def engine_config(values: Any) -> EngineConfig:
         field.name: getattr(values, field.name) for field in fields(EngineConfig) if field.name in values
     }
     if values.compilation_cache_dir is None:
-        default = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(cache_dir() / "compiled")
-        given["compilation_cache_dir"] = default
-    return EngineConfig(**given, cache_dir=str(cache_dir()))
+        del given["compilation_cache_dir"]
+    return EngineConfig(**{**default_directories(), **given})
 
 
 def set_up_logging(verbosity: int) -> None:
@@ -325,7 +326,7 @@ def _define_engine(values: FlagValues) -> None:
         "model", None, 'A directory, a .gguf file, a Hugging Face id, or "demo".', flag_values=values
     )
     text("tokenizer", "A directory, tokenizer.json or .gguf file; none is the model's own.")
-    text("revision", "Branch, tag or commit of a Hugging Face id.")
+    text("revision", "Branch, tag or commit, where --model is a Hugging Face id.")
     text("mesh", "DxT: D data-parallel groups of T-way tensor parallelism.")
     choice("dtype", ["auto", "float32", "bfloat16", "float16"], "Of weights and activations.")
     choice("kv_cache_dtype", ["auto", "float32", "bfloat16", "float16"], "Of the KV cache; auto is --dtype.")
@@ -425,7 +426,7 @@ def _define_serve(values: FlagValues) -> None:
     absl_flags.DEFINE_integer(
         "max_waiting_requests",
         1024,
-        "Requests without a first token, over which new ones are answered with 429.",
+        "Completions without a first token, over which new requests are answered with 429; n counts as n.",
         lower_bound=1,
         flag_values=values,
     )

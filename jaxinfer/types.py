@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 MAX_LOGPROBS = 20  # the most alternatives a token may ask for (OpenAI's limit)
 MAX_LOGIT_BIAS = 300  # the most entries of `logit_bias` (OpenAI's limit)
+MAX_STOP_STRINGS = 64  # each is sought for in every token's text
 MAX_STOP_TOKEN_IDS = 64  # the most ids that `min_tokens` can hold back for one request
 
 
@@ -34,6 +37,9 @@ class FinishReason(enum.StrEnum):
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample one request. Names and meanings follow vLLM's and OpenAI's.
+
+    Numbers may be numpy's, sequences of any kind; None for one is an empty one. A string for `stop` is
+    the only one. What is kept are Python's own types.
 
     Attributes:
       temperature: 0 is greedy.
@@ -78,17 +84,19 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        """Raises RequestError, naming the parameter, for a value out of its range."""
+        """Raises RequestError, naming the parameter, for a value of another type or out of its range."""
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for names, convert in _CONVERSIONS:
+            for name in names:
+                object.__setattr__(self, name, convert(name, getattr(self, name)))
         limits: tuple[tuple[str, bool, str], ...] = (
             ("temperature", 0.0 <= self.temperature <= 100.0, "from 0 to 100"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0.0 < self.top_p <= 1.0, "over 0 and at most 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "over 0 and at most 100"),
+            # Logits divided by less overflow.
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "from 0.01 to 100"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "from -2 to 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "from -2 to 2"),
             ("logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} entries"),
@@ -100,6 +108,7 @@ class SamplingParams:
                 f"at most max_tokens, {self.max_tokens}",
             ),
             ("stop", all(self.stop), "strings that are not empty"),
+            ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings"),
             (
                 "stop_token_ids",
                 len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
@@ -120,12 +129,94 @@ class SamplingParams:
         )
         for name, ok, allowed in limits:
             if not ok:
-                raise RequestError(f"{name}={getattr(self, name)!r} must be {allowed}", param=name)
+                raise _refusal(name, getattr(self, name), allowed)
 
     @property
     def has_penalties(self) -> bool:
         """True where sampling needs the counts of earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _refusal(name: str, value: object, allowed: str) -> RequestError:
+    return RequestError(f"{name}={value!r:.100} must be {allowed}", param=name)
+
+
+def as_token_ids(name: str, value: object) -> tuple[int, ...]:
+    """A sequence of integers of any kind, numpy's included, as ints; () for None.
+
+    Raises:
+      RequestError: names the argument `name`.
+    """
+    try:
+        return tuple(_integer(name, item) for item in _items(value))
+    except (TypeError, RequestError) as error:
+        raise _refusal(name, value, "a sequence of integers") from error
+
+
+def _items(value: object) -> Iterable[Any]:
+    """() for None; raises TypeError for a string, whose items nobody means."""
+    if isinstance(value, str | bytes):
+        raise TypeError
+    return () if value is None else iter(value)  # type: ignore[call-overload]
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise _refusal(name, value, "an integer")
+    return int(value)
+
+
+def _optional_integer(name: str, value: Any) -> int | None:
+    return None if value is None else _integer(name, value)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _refusal(name, value, "a number")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise _refusal(name, value, "a number that a float holds") from error
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refusal(name, value, "True or False")
+    return value
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    try:
+        strings = tuple(_items(value))
+    except TypeError as error:
+        raise _refusal(name, value, "a string, or a sequence of strings") from error
+    if not all(isinstance(item, str) for item in strings):
+        raise _refusal(name, value, "a string, or a sequence of strings")
+    return strings
+
+
+def _biases(name: str, value: Any) -> Mapping[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _refusal(name, value, "a mapping from token ids to numbers")
+    biases = {_integer(name, token_id): _number(name, bias) for token_id, bias in value.items()}
+    for token_id, bias in biases.items():
+        if not -100.0 <= bias <= 100.0:
+            raise RequestError(f"{name} of token {token_id} is {bias}; it must be from -100 to 100", name)
+    return biases
+
+
+_CONVERSIONS: tuple[tuple[tuple[str, ...], Callable[[str, Any], Any]], ...] = (
+    (("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"), _number),
+    (("frequency_penalty",), _number),
+    (("top_k", "min_tokens", "n"), _integer),
+    (("max_tokens", "seed", "logprobs", "prompt_logprobs"), _optional_integer),
+    (("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"), _switch),
+    (("logit_bias",), _biases),
+    (("stop",), _strings),
+    (("stop_token_ids",), as_token_ids),
+)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class ByteTokenizer:
     drops_leading_space = False
     chat_template = None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         return list(text.encode())
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> list[int]:

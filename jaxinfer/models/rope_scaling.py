@@ -50,7 +50,7 @@ def from_params(params: Params, theta: float, max_length: int) -> RopeConfig:
       max_length: the original length, where the dict gives none.
 
     Raises:
-      ConfigError: for an unknown type, a missing key or a factor under 1.
+      ConfigError: for an unknown type, a missing key, a value that is no number or a factor under 1.
     """
     kind = str(params.get("rope_type") or params.get("type") or "default")
     if kind not in ROPE_TYPES:
@@ -59,11 +59,15 @@ def from_params(params: Params, theta: float, max_length: int) -> RopeConfig:
     partial = params.get("partial_rotary_factor")
     if partial not in (None, 1.0):
         raise ConfigError(f"partial_rotary_factor={partial} is not supported: only 1 is")
-    rope = RopeConfig(rope_theta=float(params.get("rope_theta") or theta))
     try:
+        rope = RopeConfig(rope_theta=float(params.get("rope_theta") or theta))
         rope = ROPE_TYPES[kind](rope, params, max_length)
     except KeyError as error:
         raise ConfigError(f"RoPE scaling of type {kind!r} lacks {error}") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(
+            f"RoPE scaling of type {kind!r} has a value that is out of place: {error}"
+        ) from error
     if not rope.factor >= 1.0:
         raise ConfigError(f"RoPE scaling's factor={rope.factor} must be 1 or more")
     return rope

@@ -20,7 +20,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from jaxinfer.engine.async_engine import AsyncEngine, EngineUnavailableError, OutputStream, QueueFullError
-from jaxinfer.server.openai import ApiError, ChatCompletionRequest, CompletionRequest, parse, refused
+from jaxinfer.server.openai import (
+    MAX_ECHO,
+    ApiError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    parse,
+    refused,
+)
 from jaxinfer.server.responses import ChatAnswer, CompletionAnswer, make_answer
 from jaxinfer.types import FinishReason, RequestError
 
@@ -41,7 +48,7 @@ def create_app(engine: AsyncEngine, served_model_name: str) -> FastAPI:
         yield
         await engine.close()
 
-    app = FastAPI(title="jaxinfer", lifespan=lifespan, openapi_url=None)
+    app = FastAPI(title="jaxinfer", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     handlers: dict[Any, Callable[..., Any]] = {
         ApiError: _on_api_error,
         HTTPException: _on_http_exception,
@@ -114,7 +121,7 @@ class _OpenAiRoutes:
 
     def check_model(self, name: str) -> None:
         if name != self._model:
-            message = f"The model {name!r} does not exist; this server has {self._model!r}"
+            message = f"The model {name!r:.{MAX_ECHO}} does not exist; this server has {self._model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def answer(
@@ -138,10 +145,11 @@ class _OpenAiRoutes:
 
     async def _submit(self, body: Body, response_id: str) -> tuple[Answer, OutputStream]:
         engine = self._engine.engine
-        scheduling = engine.scheduler_config.scheduling
         try:
             # A long prompt takes milliseconds, in which the loop must serve other requests' tokens.
-            requests = await asyncio.to_thread(body.requests, engine.tokenizer, response_id, scheduling)
+            requests = await asyncio.to_thread(
+                body.requests, engine.tokenizer, response_id, engine.scheduler_config
+            )
             stream = await self._engine.submit(requests)
         except RequestError as error:
             raise refused(error, type(body)) from error
@@ -153,16 +161,33 @@ class _OpenAiRoutes:
 
 
 async def _read_body(request: Request) -> bytes:
+    _check_headers(request)
+    _check_size(int(request.headers.get("content-length", "0")))  # before any of it is read
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise ApiError(
-                413, f"The body is over {MAX_BODY_BYTES} bytes; send a shorter one", code="body_too_large"
-            )
+        _check_size(size)
         chunks.append(chunk)
     return b"".join(chunks)
+
+
+def _check_headers(request: Request) -> None:
+    """Refuses what isn't said to be JSON: a browser lets any page send the rest to a server on localhost."""
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        message = f"Content-Type is {kind!r:.{MAX_ECHO}}; it must be application/json"
+        raise ApiError(415, message, code="unsupported_media_type")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        message = f"Content-Encoding is {encoding!r:.{MAX_ECHO}}; send the body as it is"
+        raise ApiError(415, message, code="unsupported_media_type")
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_BODY_BYTES:
+        message = f"The body is over {MAX_BODY_BYTES} bytes; send a shorter one"
+        raise ApiError(413, message, code="body_too_large")
 
 
 async def _collect(answer: Answer, stream: OutputStream, hung_up: asyncio.Task[None]) -> dict[str, Any]:
@@ -266,7 +291,7 @@ async def _on_api_error(request: Request, error: ApiError) -> Response:
 
 async def _on_http_exception(request: Request, error: HTTPException) -> Response:
     """404 and 405, which the router raises."""
-    message = f"{error.detail}: {request.method} {request.url.path}"
+    message = f"{error.detail}: {request.method} {request.url.path:.{MAX_ECHO}}"
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
     return JSONResponse(
         ApiError(error.status_code, message, code=code).body(), error.status_code, headers=error.headers

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails, from_json
 
+from jaxinfer.config import SchedulerConfig
 from jaxinfer.text import Tokenizer
 from jaxinfer.types import MAX_LOGPROBS, ContextLengthError, Request, RequestError, SamplingParams
+
+MAX_ECHO = 100  # characters of what a client sent that an error message repeats
 
 
 class ApiError(Exception):
@@ -41,6 +44,11 @@ class ApiError(Exception):
 
 
 _KINDS = {429: "rate_limit_error", 503: "service_unavailable_error"}
+
+
+T = TypeVar("T")
+# Stops at the first bad item: a list of millions would else make as many error messages.
+FastList = Annotated[list[T], FailFast()]
 
 
 class _Strict(BaseModel):
@@ -77,8 +85,8 @@ class _Body(_Strict):
     min_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | FastList[str] | None = None
+    stop_token_ids: FastList[int] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -94,11 +102,9 @@ class _Body(_Strict):
     @field_validator("logit_bias")
     @classmethod
     def _check_logit_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key, bias in (value or {}).items():
-            if not (key.isascii() and key.isdigit()):
-                raise ValueError(f"the key {key!r} must be a token id")
-            if not -100 <= bias <= 100:
-                raise ValueError(f"the bias {bias} of token {key} must be from -100 to 100")
+        for key in value or {}:
+            if not (key.isascii() and key.isdigit() and len(key) < 10) or (key[0] == "0" and key != "0"):
+                raise ValueError(f"the key {key!r:.100} must be a token id")
         return value
 
     @property
@@ -141,28 +147,28 @@ class _Body(_Strict):
         """SamplingParams.max_tokens."""
         raise NotImplementedError
 
-    def prompt_ids(self, tokenizer: Tokenizer) -> list[list[int]]:
-        """The prompts, tokenised; raises RequestError."""
+    def prompt_ids(self, tokenizer: Tokenizer, limit: int) -> list[list[int]]:
+        """The prompts, tokenised; raises RequestError. limit: tokens over which one is surely refused."""
         raise NotImplementedError
 
-    def requests(self, tokenizer: Tokenizer, response_id: str, scheduling: str) -> list[Request]:
+    def requests(self, tokenizer: Tokenizer, response_id: str, scheduler: SchedulerConfig) -> list[Request]:
         """The engine's requests, one a prompt, in order.
 
         Args:
           tokenizer: the model's.
           response_id: what their ids begin with.
-          scheduling: the engine's policy, which says whether `priority` can be honoured.
+          scheduler: the engine's, which says whether `priority` can be honoured, and the length limit.
 
         Raises:
           RequestError: a value is out of its range, or a prompt cannot be tokenised.
         """
         arrival_time_s = time.monotonic()
         params = self.sampling_params()
-        if self.priority and scheduling != "priority":
+        if self.priority and scheduler.scheduling != "priority":
             raise RequestError("priority needs a server started with --scheduling=priority", "priority")
         return [
             Request(f"{response_id}-{index}", tuple(ids), params, arrival_time_s, self.priority or 0)
-            for index, ids in enumerate(self.prompt_ids(tokenizer))
+            for index, ids in enumerate(self.prompt_ids(tokenizer, scheduler.max_model_len))
         ]
 
 
@@ -171,7 +177,7 @@ class CompletionRequest(_Body):
 
     unsupported = {"suffix": ("",)}
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | FastList[str] | FastList[int] | FastList[FastList[int]]
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -205,12 +211,12 @@ class CompletionRequest(_Body):
             return [prompt]
         return prompt
 
-    def prompt_ids(self, tokenizer: Tokenizer) -> list[list[int]]:
+    def prompt_ids(self, tokenizer: Tokenizer, limit: int) -> list[list[int]]:
         """Text is encoded, with the special tokens that the model wants; ids are taken as they are."""
         prompts = self.prompts()
         if not all(prompts) or not prompts:
             raise RequestError("prompt is empty; give at least one character or token id", "prompt")
-        return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+        return [tokenizer.encode(p, limit=limit) if isinstance(p, str) else p for p in prompts]
 
 
 class ContentPart(_Strict):
@@ -224,7 +230,7 @@ class Message(_Strict):
     """A message of a conversation. `developer` is `system`, as OpenAI has it for older models."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    content: str | FastList[ContentPart]
     name: str | None = None
     # Null in what OpenAI's own client makes of an answer, which users send back as history.
     refusal: None = None
@@ -270,7 +276,7 @@ class ChatCompletionRequest(_Body):
         "chat_template_kwargs": ({},),
     }
 
-    messages: list[Message] = Field(min_length=1)
+    messages: FastList[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -292,9 +298,10 @@ class ChatCompletionRequest(_Body):
         """Up to the length limit where it is left out."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def prompt_ids(self, tokenizer: Tokenizer) -> list[list[int]]:
+    def prompt_ids(self, tokenizer: Tokenizer, limit: int) -> list[list[int]]:
         """The conversation as the model's chat template writes it."""
-        return [tokenizer.encode_chat([message.for_template() for message in self.messages])]
+        messages = [message.for_template() for message in self.messages]
+        return [tokenizer.encode_chat(messages, limit=limit)]
 
 
 B = TypeVar("B", bound=CompletionRequest | ChatCompletionRequest)
@@ -330,23 +337,44 @@ def refused(error: RequestError, kind: type[_Body]) -> ApiError:
 
 def _api_error(error: ValidationError) -> ApiError:
     """One parameter's errors as one answer: pydantic lists each branch of a union on its own."""
-    errors = error.errors(include_url=False)
-    name = str(errors[0]["loc"][0])
-    if errors[0]["type"] == "extra_forbidden" and len(errors[0]["loc"]) == 1:
+    errors = error.errors(include_url=False, include_input=False)
+    first = errors[0]
+    name = str(first["loc"][0])[:MAX_ECHO]
+    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         return ApiError(
             400, f"Unknown parameter: {name!r}; leave it out", param=name, code="unknown_parameter"
         )
-    if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1:
+    if first["type"] == "missing" and len(first["loc"]) == 1:
         message = f"Missing required parameter: {name!r}"
         return ApiError(400, message, param=name, code="missing_required_parameter")
     if name == "prompt":
         message = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
         return ApiError(400, message, param=name, code="invalid_type")
-    param = _path(errors[0]["loc"])
-    messages = [e["msg"].removeprefix("Value error, ") for e in errors if _path(e["loc"]) == param]
+    # Of a union, the branch that went deepest into the value is the one that was meant.
+    errors = [e for e in errors if e["loc"][0] == first["loc"][0]]
+    param = _path(max(errors, key=lambda e: len(e["loc"]))["loc"])
+    messages = [_message(e) for e in errors if _path(e["loc"]) == param]
     return ApiError(
-        400, f"{param}: {' or '.join(dict.fromkeys(messages))}", param=param, code="invalid_value"
+        400,
+        f"{param:.{MAX_ECHO}}: {' or '.join(dict.fromkeys(messages))}",
+        param=param[:MAX_ECHO],
+        code="invalid_value",
     )
+
+
+def _message(error: ErrorDetails) -> str:
+    """pydantic's words, but for those that only a Python programmer would understand."""
+    if error["type"] in _MESSAGES:
+        return _MESSAGES[error["type"]]
+    return error["msg"].removeprefix("Value error, ")
+
+
+_MESSAGES = {
+    "model_type": "Input should be an object",
+    "none_required": "This is not supported; leave it out",
+    "extra_forbidden": "This is not known; leave it out",
+    "too_short": "Input should not be empty",
+}
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

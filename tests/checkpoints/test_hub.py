@@ -130,6 +130,13 @@ def test_paths_stand_for_themselves(tmp_path, monkeypatch):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     assert resolve_model(str(tmp_path)) == tmp_path
     assert resolve_model("~/m.gguf") == tmp_path / "m.gguf"
+    for model in ("demo", str(tmp_path)):
+        with pytest.raises(
+            CheckpointError, match=f"revision='v1' is for a Hugging Face id, and model='{model}'"
+        ):
+            resolve_model(model, "v1")
+    with pytest.raises(CheckpointError, match="tokenizer='/nowhere'"):
+        resolve_model("/nowhere", flag="tokenizer")
 
 
 @pytest.mark.parametrize("model", ["absent", "/absent/dir", "dir/absent.gguf", "a/b/c", "~/absent"])

@@ -6,6 +6,7 @@ no cache; its logits are held to Hugging Face's by tests/golden.
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,28 @@ def test_logprobs_of_prompt_and_answer(engine: Engine) -> None:
         assert [i for i, _ in entry.top] == [i for i, _ in want.top]
 
 
+def test_prompt_logprobs_survive_preemption(tokenizer: Path) -> None:
+    """A prompt that is preempted between two of its chunks is computed again, from its beginning."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    requests = {f"{i}": (PROMPTS[i][:8], greedy) for i in range(3)}
+    prompt = [i % 200 for i in range(1, 101)]
+    asks = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, prompt_logprobs=2)
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 32, "page_size": 1}
+    got = []
+    for num_pages in (None, 136):  # a decode takes a page each step, and soon none is left
+        engine = make_engine(tokenizer, num_pages=num_pages, **sizes)
+        first = run(engine, requests | {"long": (prompt, asks)})["long"][0]
+        assert first.metrics.num_preemptions == (0 if num_pages is None else 1)
+        assert first.prompt_logprobs is not None
+        got.append(first.prompt_logprobs)
+    assert [len(entries) for entries in got] == [100, 100]
+    for one, other in zip(*got, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert (one.token_id, one.rank) == (other.token_id, other.rank)
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "param", "words"),
     [
@@ -280,7 +303,13 @@ def test_a_bad_request_is_refused_by_name(
         ({"mesh": "1x5"}, "num_attention_heads=4: use 1 to 4"),
         ({"page_size": 24}, "page_size=24"),
         ({"max_model_len": 10**6}, "max_model_len=1000000"),
+        ({"max_model_len": 1}, "max_model_len=1 must be 2 or more"),
+        ({"num_pages": 1}, "num_pages=1 must be 2 or more"),
         ({"num_pages": 4}, "num_pages"),
+        ({"num_pages": 10**12}, "num_pages=1000000000000 make a KV cache of"),
+        ({"kv_cache_bytes": 1}, "room for 0 pages"),
+        ({"rope_scaling": '{"rope_type": "linear", "factor": "x"}'}, "could not convert.*'x'"),
+        ({"compilation_cache_dir": "/dev/null/x"}, "compilation_cache_dir='/dev/null/x'"),
         ({"dtype": "int3"}, "dtype='int3'"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
     ],
@@ -317,3 +346,41 @@ def test_llm_returns_results_in_the_order_given(tokenizer: Path) -> None:
         llm.generate(PROMPTS[0], [], use_tqdm=False)
     with pytest.raises(RequestError, match="messages is empty"):
         llm.chat([], use_tqdm=False)
+    assert llm.engine.config.compilation_cache_dir == os.environ["JAX_COMPILATION_CACHE_DIR"]
+
+
+def test_llm_takes_what_can_only_mean_one_thing(tokenizer: Path) -> None:
+    from jaxinfer import LLM
+
+    llm = LLM(
+        str(MODELS / "llama"),
+        tokenizer=str(tokenizer),
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        page_size=8,
+    )
+    want = [r.outputs[0].token_ids for r in llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)]
+    arrays = [np.array(p) for p in PROMPTS[:2]]
+    for prompts in (arrays, iter(PROMPTS[:2]), (list(a) for a in arrays)):
+        results = llm.generate(prompts, iter([GREEDY] * 2), use_tqdm=False)  # type: ignore[arg-type]
+        assert [r.outputs[0].token_ids for r in results] == want
+    assert llm.generate(arrays[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == want[0]  # type: ignore[arg-type]
+    for prompts, words in (
+        (5, "prompts is of type int"),
+        ({"prompt": "x"}, "prompts is of type dict"),
+        ([5, "x"], "prompts=5 must be a sequence of integers"),
+        ([[1.0]], "prompts=.1.0. must be"),
+        ([True], "prompts=.True. must be"),
+        ([b"x"], "prompts=b'x' must be"),
+        ([None], "prompts=None must be"),
+        ("", "prompt is empty"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            llm.generate(prompts, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+    for params in ({"n": 1}, ["x"], "greedy"):
+        with pytest.raises(RequestError, match="sampling_params"):
+            llm.generate("x", params, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="messages is of type int"):
+        llm.chat(5, use_tqdm=False)  # type: ignore[arg-type]
+    assert not llm.engine.has_unfinished()
+    assert llm.engine.stats().compilations_serving == 0

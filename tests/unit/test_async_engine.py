@@ -116,11 +116,32 @@ def test_the_queue_is_bounded_by_requests_without_a_token() -> None:
         running = await engine.submit([forever("a")])
         await anext(running)
         waiting = await engine.submit([request("b")])
-        with pytest.raises(QueueFullError, match="1 requests wait"):
+        with pytest.raises(QueueFullError, match="1 completions wait"):
             await engine.submit([request("c")])
         running.close()
         assert await text(waiting) == {"b": "hello"}
         assert await text(await engine.submit([request("c")])) == {"c": "hello"}
+
+    run(engine, work())
+
+
+def test_a_request_waits_as_its_n() -> None:
+    """Each completion is one of those that wait, until its own first token."""
+    fake = FakeEngine(scheduler_config=SchedulerConfig(1, 512, 512), step_s=0.002)
+    engine = AsyncEngine(fake, max_waiting_requests=5)
+
+    async def work() -> None:
+        with pytest.raises(RequestError, match="n times prompts is 6, over the server's limit of 5"):
+            await engine.submit([request("a", n=3), request("b", n=3)])
+        stream = await engine.submit([request("a", ignore_eos=True, max_tokens=50, n=4)])
+        await anext(stream)  # of completion 0; three have nothing yet
+        with pytest.raises(QueueFullError, match="3 completions wait"):
+            await engine.submit([request("b", n=3)])
+        other = await engine.submit([request("c", n=2)])
+        stream.close()
+        async for _ in other:
+            pass
+        assert len([o async for o in await engine.submit([request("d", "x", n=5)])]) == 2 + 4 * 1
 
     run(engine, work())
 

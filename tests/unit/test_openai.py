@@ -31,6 +31,9 @@ def slow() -> Iterator[Server]:
         yield live
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 def hi(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "hi", **fields}
 
@@ -240,10 +243,17 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
         (COMPLETIONS, hi(n=True), 400, "n", "invalid_value"),
         (COMPLETIONS, hi(max_tokens=0), 400, "max_tokens", "invalid_value"),
         (COMPLETIONS, hi(logprobs=21), 400, "logprobs", "invalid_value"),
-        (COMPLETIONS, hi(stop=[1]), 400, "stop", "invalid_value"),
+        (COMPLETIONS, hi(stop=[1]), 400, "stop[0]", "invalid_value"),
         (COMPLETIONS, hi(stop=""), 400, "stop", "invalid_value"),
         (COMPLETIONS, hi(logit_bias={"x": 1}), 400, "logit_bias", "invalid_value"),
         (COMPLETIONS, hi(logit_bias={"1": 101}), 400, "logit_bias", "invalid_value"),
+        (COMPLETIONS, hi(logit_bias={"9" * 5000: 1}), 400, "logit_bias", "invalid_value"),
+        (COMPLETIONS, hi(logit_bias={"01": 1, "1": 2}), 400, "logit_bias", "invalid_value"),
+        (COMPLETIONS, hi(logit_bias={str(i): 1 for i in range(301)}), 400, "logit_bias", "invalid_value"),
+        (COMPLETIONS, hi(stop=["a"] * 65), 400, "stop", "invalid_value"),
+        (COMPLETIONS, hi(repetition_penalty=1e-45), 400, "repetition_penalty", "invalid_value"),
+        (COMPLETIONS, hi(**{"k" * 10**6: 1}), 400, "k" * 100, "unknown_parameter"),
+        (COMPLETIONS, hi(model="m" * 10**6), 404, "model", "model_not_found"),
         (COMPLETIONS, hi(priority=1), 400, "priority", "invalid_value"),
         (COMPLETIONS, hi(stream_options={"include_usage": True}), 400, "stream_options", "invalid_value"),
         (COMPLETIONS, hi(stream=True, prompt_logprobs=1), 400, "prompt_logprobs", "invalid_value"),
@@ -274,6 +284,13 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
         (CHAT, chat(messages=[{"role": "user"}]), 400, "messages[0].content", "invalid_value"),
         (
             CHAT,
+            chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+            400,
+            "messages[0].content[0].type",
+            "invalid_value",
+        ),
+        (
+            CHAT,
             chat(messages=[{"role": "user", "content": "x" * 600}]),
             400,
             "messages",
@@ -289,6 +306,7 @@ def test_refusals_name_the_parameter(
         assert response.status_code == status, response.text
         error = response.json()["error"]
         assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+        assert len(error["message"]) < 300
 
 
 @pytest.mark.parametrize(
@@ -326,14 +344,33 @@ def test_special_tokens_are_shown_if_asked_for(server: Server) -> None:
 
 @pytest.mark.parametrize("body", [b"{", b"", b"[]", b'"x"', b'{"model": NaN}', b'{"model": "\xff"}'])
 def test_malformed_bodies(server: Server, body: bytes) -> None:
-    response = server.http.post(CHAT, content=body)
+    response = server.http.post(CHAT, content=body, headers=JSON)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+    ],
+)
+def test_what_is_not_said_to_be_json_is_415(server: Server, headers: dict[str, str]) -> None:
+    """A page of anywhere may send text/plain to a server on localhost, without asking it first."""
+    response = server.http.post(COMPLETIONS, content=json.dumps(hi()).encode(), headers=headers)
+    assert response.status_code == 415
+    assert response.json()["error"]["code"] == "unsupported_media_type"
+    wanted = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert server.http.post(COMPLETIONS, content=json.dumps(hi()).encode(), headers=wanted).status_code == 200
 
 
 def test_unknown_routes_and_methods(server: Server) -> None:
     for method, path, status, code in (
         ("GET", "/v1/nothing", 404, "not_found"),
+        ("POST", f"{CHAT}/", 404, "not_found"),
         ("GET", CHAT, 405, "method_not_allowed"),
     ):
         response = server.http.request(method, path)
@@ -343,9 +380,11 @@ def test_unknown_routes_and_methods(server: Server) -> None:
 
 
 def test_body_over_the_limit(server: Server) -> None:
-    response = server.http.post(CHAT, content=b" " * ((32 << 20) + 1))
-    assert response.status_code == 413
-    assert response.json()["error"]["code"] == "body_too_large"
+    blanks = b" " * (1 << 20)
+    for content in (blanks * 33, (blanks for _ in range(33))):  # with a Content-Length, and in chunks without
+        response = server.http.post(CHAT, content=content, headers=JSON)
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "body_too_large"
 
 
 def test_errors_are_the_clients_own(server: Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tokenizers import decoders, pre_tokenizers, processors
 from jaxinfer.config import ConfigError
 from jaxinfer.text import Detokenizer, load_tokenizer
 from jaxinfer.text.gguf_tokenizer import build_backend
-from jaxinfer.types import RequestError
+from jaxinfer.types import ContextLengthError, RequestError
 from tests.unit.text_samples import (
     byte_level,
     byte_level_metadata,
@@ -149,6 +150,21 @@ def test_half_a_surrogate_pair_is_refused():
     assert error.value.param == "prompt"
 
 
+@pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece()])
+def test_a_text_that_is_bound_to_be_too_long_is_refused_unread(tokenizer: Any):
+    """By a bound that no text breaks: what is refused has more tokens than the limit."""
+    for limit in (1, 8):
+        for num_chars in range(1, 4000, 37):
+            text = ("the sea " * num_chars)[:num_chars]
+            try:
+                assert tokenizer.encode(text, limit=limit) == tokenizer.encode(text)
+            except ContextLengthError as error:
+                assert "the length limit is" in str(error)
+                assert len(tokenizer.encode(text)) > limit
+    with pytest.raises(ContextLengthError, match="tokens at least, and the length limit is 8 "):
+        tokenizer.encode("the sea " * 2000, limit=8)
+
+
 def test_tokens_alone():
     tokenizer = byte_level()
     assert tokenizer.token_bytes(_TOKENS.index("Ã©")) == "é".encode()
@@ -169,3 +185,20 @@ def test_encoding_and_decoding_in_threads():
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(there_and_back, texts)) == texts
+
+
+def test_other_threads_run_while_a_text_is_encoded():
+    """Else one client's long prompt would hold up everybody's tokens."""
+    tokenizer, text = sentencepiece(), "the sea shells " * 60_000
+    start_s = time.monotonic()
+    tokenizer.encode(text)
+    alone_s = time.monotonic() - start_s
+    gaps_s = [0.0]
+    with ThreadPoolExecutor(1) as pool:
+        encoding, last_s = pool.submit(tokenizer.encode, text), time.monotonic()
+        while not encoding.done():
+            time.sleep(0)
+            gaps_s.append(time.monotonic() - last_s)
+            last_s += gaps_s[-1]
+    assert len(gaps_s) > 20
+    assert max(gaps_s) < alone_s / 2

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from tqdm import tqdm
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
+from jaxinfer.flags import default_directories
 from jaxinfer.types import (
     CompletionOutput,
     FinishReason,
@@ -19,6 +21,7 @@ from jaxinfer.types import (
     SamplingParams,
     TokenLogprobs,
     TokenOutput,
+    as_token_ids,
 )
 
 Prompt = str | Sequence[int]
@@ -31,12 +34,13 @@ class LLM:
     def __init__(self, model: str, **engine_args: Any) -> None:
         """Args:
           model: a path, a Hugging Face id, a .gguf file, or "demo".
-          **engine_args: fields of `EngineConfig`.
+          **engine_args: fields of `EngineConfig`; those that name directories are as for the commands
+            where they are left out.
 
         Raises:
           ConfigError, CheckpointError: one line that says what is wrong.
         """
-        self.engine = Engine(EngineConfig(model=model, **engine_args))
+        self.engine = Engine(EngineConfig(model=model, **{**default_directories(), **engine_args}))
 
     def generate(
         self,
@@ -58,9 +62,14 @@ class LLM:
         Raises:
           RequestError: a prompt or a parameter cannot be honoured; nothing is generated then.
         """
-        listed = [prompts] if isinstance(prompts, str) or _is_token_ids(prompts) else list(prompts)
+        listed = [prompts] if isinstance(prompts, str) else _listed("prompts", prompts)
+        if listed and all(isinstance(item, Integral) for item in listed):
+            listed = [listed]
         texts = [p if isinstance(p, str) else None for p in listed]
-        token_ids = [self.engine.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in listed]  # type: ignore[arg-type]
+        token_ids = [
+            tuple(self.engine.tokenizer.encode(p)) if isinstance(p, str) else as_token_ids("prompts", p)
+            for p in listed
+        ]
         return self._run(texts, token_ids, sampling_params, use_tqdm)
 
     def chat(
@@ -75,21 +84,28 @@ class LLM:
         Raises:
           RequestError: as `generate`; the model has no template; or the template refuses the messages.
         """
-        if not messages:
+        listed = _listed("messages", messages)
+        if not listed:
             raise RequestError("messages is empty: give at least one", "messages")
-        listed = [messages] if isinstance(messages[0], Mapping) else list(messages)
-        token_ids = [self.engine.tokenizer.encode_chat(m) for m in listed]  # type: ignore[arg-type]
-        return self._run([None] * len(listed), token_ids, sampling_params, use_tqdm)
+        conversations = [listed] if isinstance(listed[0], Mapping) else listed
+        token_ids = [tuple(self.engine.tokenizer.encode_chat(m)) for m in conversations]
+        return self._run([None] * len(token_ids), token_ids, sampling_params, use_tqdm)
 
     def _run(
         self,
         texts: Sequence[str | None],
-        token_ids: Sequence[list[int]],
+        token_ids: Sequence[tuple[int, ...]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = SamplingParams() if sampling_params is None else sampling_params
-        each = [params] * len(texts) if isinstance(params, SamplingParams) else list(params)
+        each = (
+            [params] * len(texts)
+            if isinstance(params, SamplingParams)
+            else _listed("sampling_params", params)
+        )
+        if not all(isinstance(p, SamplingParams) for p in each):
+            raise RequestError("sampling_params must be SamplingParams, or a list of them", "sampling_params")
         if len(each) != len(texts):
             raise RequestError(
                 f"sampling_params has {len(each)} entries for {len(texts)} prompts: give one, or one each",
@@ -97,7 +113,7 @@ class LLM:
             )
         now_s = time.monotonic()
         requests = [
-            Request(f"llm-{now_s}-{i}", tuple(ids), p, now_s)
+            Request(f"llm-{now_s}-{i}", ids, p, now_s)
             for i, (ids, p) in enumerate(zip(token_ids, each, strict=True))
         ]
         collected: dict[str, list[TokenOutput]] = {r.request_id: [] for r in requests}
@@ -118,8 +134,11 @@ class LLM:
         return [_joined(r, t, collected[r.request_id]) for r, t in zip(requests, texts, strict=True)]
 
 
-def _is_token_ids(prompts: object) -> bool:
-    return isinstance(prompts, Sequence) and len(prompts) > 0 and all(isinstance(i, int) for i in prompts)
+def _listed(name: str, values: Any) -> list[Any]:
+    """Any iterable but a mapping as a list; raises RequestError, which names the argument."""
+    if isinstance(values, Mapping) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} is of type {type(values).__name__}; give a list", name)
+    return list(values)
 
 
 def _joined(request: Request, text: str | None, outputs: list[TokenOutput]) -> RequestOutput:
