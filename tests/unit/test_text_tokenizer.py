@@ -156,11 +156,13 @@ def test_a_text_that_is_bound_to_be_too_long_is_refused_unread(tokenizer: Any):
     for limit in (1, 8):
         for num_chars in range(1, 4000, 37):
             text = ("the sea " * num_chars)[:num_chars]
+            whole = tokenizer.encode(text)
             try:
-                assert tokenizer.encode(text, limit=limit) == tokenizer.encode(text)
-            except ContextLengthError as error:
-                assert "the length limit is" in str(error)
-                assert len(tokenizer.encode(text)) > limit
+                ids = tokenizer.encode(text, limit=limit)
+            except ContextLengthError:
+                assert len(whole) > limit
+            else:
+                assert ids == whole
     with pytest.raises(ContextLengthError, match="tokens at least, and the length limit is 8 "):
         tokenizer.encode("the sea " * 2000, limit=8)
 
