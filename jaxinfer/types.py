@@ -85,6 +85,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raises RequestError, naming the parameter, for a value of another type or out of its range."""
+        for name, empty in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {})):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, empty)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for names, convert in _CONVERSIONS:
@@ -142,7 +145,7 @@ def _refusal(name: str, value: object, allowed: str) -> RequestError:
 
 
 def as_token_ids(name: str, value: object) -> tuple[int, ...]:
-    """A sequence of integers of any kind, numpy's included, as ints; () for None.
+    """A sequence of integers of any kind, numpy's included, as ints.
 
     Raises:
       RequestError: names the argument `name`.
@@ -154,10 +157,10 @@ def as_token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def _items(value: object) -> Iterable[Any]:
-    """() for None; raises TypeError for a string, whose items nobody means."""
-    if isinstance(value, str | bytes):
+    """Raises TypeError for what is no iterable, and for a string, whose items nobody means."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError
-    return () if value is None else iter(value)  # type: ignore[call-overload]
+    return value
 
 
 def _integer(name: str, value: Any) -> int:
@@ -196,8 +199,6 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _biases(name: str, value: Any) -> Mapping[int, float]:
-    if value is None:
-        return {}
     if not isinstance(value, Mapping):
         raise _refusal(name, value, "a mapping from token ids to numbers")
     biases = {_integer(name, token_id): _number(name, bias) for token_id, bias in value.items()}

@@ -254,26 +254,25 @@ def test_logprobs_of_prompt_and_answer(engine: Engine) -> None:
         assert [i for i, _ in entry.top] == [i for i, _ in want.top]
 
 
-def test_prompt_logprobs_survive_preemption(tokenizer: Path) -> None:
+def test_prompt_logprobs_survive_preemption(engine: Engine, tokenizer: Path) -> None:
     """A prompt that is preempted between two of its chunks is computed again, from its beginning."""
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    requests = {f"{i}": (PROMPTS[i][:8], greedy) for i in range(3)}
-    prompt = [i % 200 for i in range(1, 101)]
     asks = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, prompt_logprobs=2)
-    sizes: dict[str, Any] = {"max_num_batched_tokens": 32, "page_size": 1}
-    got = []
-    for num_pages in (None, 136):  # a decode takes a page each step, and soon none is left
-        engine = make_engine(tokenizer, num_pages=num_pages, **sizes)
-        first = run(engine, requests | {"long": (prompt, asks)})["long"][0]
-        assert first.metrics.num_preemptions == (0 if num_pages is None else 1)
-        assert first.prompt_logprobs is not None
-        got.append(first.prompt_logprobs)
-    assert [len(entries) for entries in got] == [100, 100]
-    for one, other in zip(*got, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert (one.token_id, one.rank) == (other.token_id, other.rank)
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+    others = {f"{i}": (PROMPTS[i][:8], greedy) for i in range(3)}
+    requests = others | {"long": ([i % 200 for i in range(1, 101)], asks)}
+    # Each decode takes a page, and none is left when half of the long prompt's chunks are computed.
+    tight = make_engine(tokenizer, max_num_batched_tokens=32, page_size=1, num_pages=125)
+    roomy_first, tight_first = (run(e, requests)["long"][0] for e in (engine, tight))
+    assert (roomy_first.metrics.num_preemptions, tight_first.metrics.num_preemptions) == (0, 1)
+    want, got = roomy_first.prompt_logprobs, tight_first.prompt_logprobs
+    assert want is not None
+    assert got is not None
+    assert (len(want), len(got), want[0], got[0]) == (100, 100, None, None)
+    for one, other in zip(want[1:], got[1:], strict=True):
+        assert one is not None
+        assert other is not None
+        assert (one.token_id, one.rank) == (other.token_id, other.rank)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
 
 
 @pytest.mark.parametrize(
