@@ -129,6 +129,14 @@ def resolve(
     available_bytes = _available_for_pages(config, memory, total_bytes, budget_bytes)
     max_model_len = config.max_model_len or _longest_that_fits(config, memory, available_bytes)
     num_pages = _num_pages(config, memory, max_model_len, available_bytes, budget_bytes)
+    planned = memory.ledger(num_pages)
+    if planned.device_bytes > total_bytes:  # pages that were asked for by number or size
+        raise DoesNotFitError(
+            f"num_pages={num_pages} make {planned.device_bytes / GIB:.1f} GiB with the weights, and the device "
+            f"has {total_bytes / GIB:.1f} GiB: lower num_pages or kv_cache_bytes",
+            planned,
+            budget_bytes,
+        )
     memory = replace(memory, max_num_batched_tokens=_prefill_rows(config, max_model_len))
     scheduler = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
@@ -224,10 +232,11 @@ def _num_pages(
         num_pages = min(config.max_num_seqs * pages_a_seq + 1, available_bytes // memory.page_bytes)
     if num_pages - 1 < pages_a_seq:
         fitting = max(0, num_pages - 1)
+        lower = f"lower max_model_len to {fitting * config.page_size}, or " if fitting else ""
         raise DoesNotFitError(
             f"max_model_len={max_model_len} needs {pages_a_seq} pages of {config.page_size} tokens "
             f"({pages_a_seq * memory.page_bytes / GIB:.2f} GiB of KV cache), but {fitting} fit: "
-            f"lower max_model_len to {fitting * config.page_size}, or raise kv_cache_bytes or num_pages",
+            f"{lower}raise kv_cache_bytes or num_pages",
             memory.ledger(max(0, num_pages)),
             budget_bytes,
         )
