@@ -132,8 +132,8 @@ def resolve(
     planned = memory.ledger(num_pages)
     if planned.device_bytes > total_bytes:  # pages that were asked for by number or size
         raise DoesNotFitError(
-            f"num_pages={num_pages} make {planned.device_bytes / GIB:.1f} GiB with the weights, and the device "
-            f"has {total_bytes / GIB:.1f} GiB: lower num_pages or kv_cache_bytes",
+            f"num_pages={num_pages} make {planned.device_bytes / GIB:.1f} GiB with the weights, and the "
+            f"device has {total_bytes / GIB:.1f} GiB: lower num_pages or kv_cache_bytes",
             planned,
             budget_bytes,
         )

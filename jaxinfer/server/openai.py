@@ -14,7 +14,14 @@ from pydantic_core import ErrorDetails, from_json
 
 from jaxinfer.config import SchedulerConfig
 from jaxinfer.text import Tokenizer
-from jaxinfer.types import MAX_LOGPROBS, ContextLengthError, Request, RequestError, SamplingParams
+from jaxinfer.types import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    ContextLengthError,
+    Request,
+    RequestError,
+    SamplingParams,
+)
 
 MAX_ECHO = 100  # characters of what a client sent that an error message repeats
 
@@ -99,10 +106,15 @@ class _Body(_Strict):
     priority: int | None = None
     user: str | None = None
 
-    @field_validator("logit_bias")
+    @field_validator("logit_bias", mode="before")
     @classmethod
-    def _check_logit_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or {}:
+    def _check_logit_bias(cls, value: Any) -> Any:
+        """The keys, before pydantic makes an error for each that is wrong."""
+        if not isinstance(value, Mapping):
+            return value
+        if len(value) > MAX_LOGIT_BIAS:
+            raise ValueError(f"{len(value)} entries must be at most {MAX_LOGIT_BIAS}")
+        for key in value:
             if not (key.isascii() and key.isdigit() and len(key) < 10) or (key[0] == "0" and key != "0"):
                 raise ValueError(f"the key {key!r:.100} must be a token id")
         return value
@@ -316,6 +328,12 @@ def parse(kind: type[B], data: bytes | Mapping[str, Any]) -> B:
             raise ApiError(400, f"The body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(data, Mapping):
         raise ApiError(400, "The body must be a JSON object", code="invalid_json")
+    # Not left to pydantic, which makes an error of each.
+    known = kind.model_fields.keys() | kind.unsupported.keys()
+    unknown = next((name for name in data if name not in known), None)
+    if unknown is not None:
+        message = f"Unknown parameter: {unknown!r:.{MAX_ECHO}}; leave it out"
+        raise ApiError(400, message, param=unknown[:MAX_ECHO], code="unknown_parameter")
     for name, harmless in kind.unsupported.items():
         if data.get(name) is not None and data[name] not in harmless:
             message = f"{name}={data[name]!r:.100} is not supported; leave it out"
@@ -340,10 +358,6 @@ def _api_error(error: ValidationError) -> ApiError:
     errors = error.errors(include_url=False, include_input=False)
     first = errors[0]
     name = str(first["loc"][0])[:MAX_ECHO]
-    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
-        return ApiError(
-            400, f"Unknown parameter: {name!r}; leave it out", param=name, code="unknown_parameter"
-        )
     if first["type"] == "missing" and len(first["loc"]) == 1:
         message = f"Missing required parameter: {name!r}"
         return ApiError(400, message, param=name, code="missing_required_parameter")
