@@ -1,4 +1,4 @@
-"""Measures: `python -m jaxinfer.bench throughput|latency --model=demo`.
+"""Measures: `python -m jaxinfer.bench throughput|latency|host --model=demo`.
 
 Prompts are random token ids from `--seed`, decoding is greedy and ignores the end of sequence, so
 that every run does the same work.
@@ -24,7 +24,7 @@ from jaxinfer.types import Request, SamplingParams
 if TYPE_CHECKING:
     from jaxinfer.engine.engine import Engine
 
-MEASUREMENTS = ("throughput", "latency")
+MEASUREMENTS = ("throughput", "latency", "host")
 WARM_UP_TOKENS = 4
 PREFILL_LEN = 512  # tokens of the prompt whose prefill `latency` measures
 
@@ -129,6 +129,23 @@ def latency(engine: Engine, input_len: int, output_len: int, num_repeats: int, s
     }
 
 
+def host(engine: Engine, num_prompts: int, input_len: int, output_len: int, seed: int) -> dict[str, Any]:
+    """The host's time between two steps, the device's taken out: the programs take and give all that
+    they do else, and compute nothing (`Engine.compute_nothing`). Processor time of the one thread.
+    """
+    engine.compute_nothing()
+    vocab_size = engine.model_config.vocab_size
+    run(engine, random_prompts(num_prompts, input_len, vocab_size, seed + 1), WARM_UP_TOKENS)
+    result = run(engine, random_prompts(num_prompts, input_len, vocab_size, seed), output_len)
+    return {
+        "num_prompts": num_prompts,
+        "input_len": input_len,
+        "output_len": output_len,
+        "num_steps": result.num_steps,
+        "host_time_between_steps_ms": _percentiles_ms(result.host_times_s),
+    }
+
+
 def engine_figures(engine: Engine) -> dict[str, Any]:
     """What is true of the process: compilations, peak memory, the stages of start-up in seconds."""
     stats = engine.stats()
@@ -163,12 +180,15 @@ def bench(options: BenchOptions) -> int:
     """Starts an engine, measures, prints the figures and writes them where `--json_out` says."""
     from jaxinfer.engine.engine import Engine
 
+    if options.measurement == "host" and options.engine.mesh != "1x1":
+        raise cli.CommandError(f"--mesh={options.engine.mesh}: bench host measures one device; leave it out")
     engine = Engine(options.engine.replace(strict_shapes=True))  # a figure with a compilation in it is none
     lengths = (options.input_len, options.output_len)
-    if options.measurement == "throughput":
-        figures = throughput(engine, options.num_prompts, *lengths, options.engine.seed)
-    else:
+    if options.measurement == "latency":
         figures = latency(engine, *lengths, options.num_repeats, options.engine.seed)
+    else:
+        measure = throughput if options.measurement == "throughput" else host
+        figures = measure(engine, options.num_prompts, *lengths, options.engine.seed)
     figures = engine_figures(engine) | figures
     _show(figures)
     if options.json_out is not None:

@@ -441,7 +441,7 @@ def _define_serve(values: FlagValues) -> None:
 
 def _define_bench(values: FlagValues) -> None:
     for name, start, help_text in (
-        ("num_prompts", 64, "Prompts of `throughput`, given at once."),
+        ("num_prompts", 64, "Prompts of `throughput` and `host`, given at once."),
         ("input_len", 128, "Tokens of a prompt."),
         ("output_len", 128, "Tokens of an output."),
         ("num_repeats", 3, "Runs of `latency`, of which the median counts."),

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, parse_mesh
 from jaxinfer.engine.compilation import CompilationCounter, CompiledWhileServingError, use_persistent_cache
+from jaxinfer.engine.hollow import hollow_programs
 from jaxinfer.engine.host_memory import keep_freed_memory, use_huge_pages
 from jaxinfer.engine.outputs import LiveCompletion, LiveRequest
 from jaxinfer.engine.programs import compile_programs
@@ -51,7 +52,8 @@ class Engine:
       config: as given. The parts' own configurations, complete, stand beside it.
       timeline: the stages of start-up and their seconds. Compiling overlaps with loading.
       host_times_s: of the latest steps, the seconds of processor time that the host's thread took.
-        Waiting for the device is not part of it, nor is waiting for a core that the device uses.
+        Waiting for the device is not part of it. On a CPU, computing is, as far as XLA does it on the
+        thread that launches a program: `compute_nothing` takes it out.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -296,6 +298,11 @@ class Engine:
             num_used_pages=self._scheduler.num_used_pages,
             num_cached_pages=self._scheduler.num_cached_pages,
         )
+
+    def compute_nothing(self) -> None:
+        """From now on the device has no work and the tokens no meaning: what a step takes is the host's."""
+        self._runner.programs = hollow_programs(self._runner.programs)
+        self._num_requested_at_start = self._counter.num_requests
 
     def stats(self) -> EngineStats:
         """The state now."""

@@ -23,11 +23,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from jaxinfer.config import CacheConfig, SchedulerConfig
+from jaxinfer.config import CacheConfig, ModelConfig, SchedulerConfig
 from jaxinfer.engine.compilation import CompilationCounter, CompileTable
 from jaxinfer.engine.kv_cache import SlotState, create_kv_pages, create_slots
 from jaxinfer.engine.step_batch import PREFILL_TILE, Bucket, StepBatch, StepBatcher
-from jaxinfer.models.transformer import AttentionFn, Transformer
+from jaxinfer.models.transformer import AttentionFn, Transformer, head_logits
 from jaxinfer.ops.attention import make_attention
 from jaxinfer.ops.sampling import Sampled, SamplingBatch, sample, set_counts, token_logprobs, update_counts
 from jaxinfer.parallel.mesh import num_groups, over_groups, page_sharding, row_sharding
@@ -42,13 +42,16 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Programs:
-    """Every program that serving can need, compiled. The first argument is always the model's leaves.
+    """Every program that serving can need, compiled.
+
+    A call costs the host half a microsecond for each array among its arguments, so that sampling gets
+    no more of the model than the head.
 
     Attributes:
-      forward: by bucket, `decode_step` or `prefill_step`.
-      sample: by M, `sample_step`.
-      prompt_logprobs: by C, `prompt_logprobs_step`.
-      set_counts: `set_counts_step`, which has no model's leaves.
+      forward: by bucket, `decode_step` or `prefill_step`; its first argument is all of the model's leaves.
+      sample: by M, `sample_step`; its first argument is the head's weight.
+      prompt_logprobs: by C, `prompt_logprobs_step`; likewise.
+      set_counts: `set_counts_step`, which has nothing of the model.
     """
 
     forward: Mapping[Bucket, Program]
@@ -117,10 +120,16 @@ def prefill_step(
 
 
 def sample_step(
-    model: Transformer, slots: SlotState, hidden: jax.Array, sample_slots: jax.Array, sampling: SamplingBatch
+    head: jax.Array,
+    slots: SlotState,
+    hidden: jax.Array,
+    sample_slots: jax.Array,
+    sampling: SamplingBatch,
+    *,
+    config: ModelConfig,
 ) -> tuple[SlotState, Sampled]:
     """A token of each hidden state [M, D], which its slot keeps."""
-    logits = model.logits(hidden)
+    logits = head_logits(config, head, hidden)
     sampled = sample(logits, sampling, slots.prompt_mask, slots.output_counts, sample_slots)
     valid = sample_slots < slots.last_tokens.shape[0] - 1
     counts = update_counts(slots.output_counts, sample_slots, sampled.token_ids, valid)
@@ -128,10 +137,12 @@ def sample_step(
     return SlotState(last_tokens, slots.prompt_mask, counts), sampled
 
 
-def prompt_logprobs_step(model: Transformer, hidden: jax.Array, target_ids: jax.Array) -> LogprobArrays:
+def prompt_logprobs_step(
+    head: jax.Array, hidden: jax.Array, target_ids: jax.Array, *, config: ModelConfig
+) -> LogprobArrays:
     """Log-probabilities of the token after each of C rows, a tile at a time so that logits stay small."""
     tiles = (hidden.reshape(-1, PREFILL_TILE, hidden.shape[-1]), target_ids.reshape(-1, PREFILL_TILE))
-    out = jax.lax.map(lambda tile: token_logprobs(model.logits(tile[0]), tile[1]), tiles)
+    out = jax.lax.map(lambda tile: token_logprobs(head_logits(config, head, tile[0]), tile[1]), tiles)
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out)
 
 
@@ -169,6 +180,7 @@ def compile_programs(
     pages_lie = None if mesh is None else page_sharding(mesh)
     leaves, treedef = jax.tree.flatten(model)
     params = [_abstract(leaf, None if mesh is None else leaf.sharding) for leaf in leaves]
+    head = jax.tree.unflatten(treedef, params).head_weight
     kv_pages = _abstract(jax.eval_shape(lambda: create_kv_pages(config, cache, mesh)), pages_lie)
     slots = _abstract(jax.eval_shape(lambda: create_slots(config, scheduler.max_num_seqs, mesh)), rows_lie)
     batcher = StepBatcher(scheduler, cache)
@@ -179,9 +191,16 @@ def compile_programs(
         whole = (shape[0] * num_groups(mesh), *shape[1:])
         return jax.ShapeDtypeStruct(whole, dtype, sharding=rows_lie)
 
-    def with_model(step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def with_model(step: Callable[..., Any]) -> Callable[..., Any]:
         def run(params: list[jax.Array], *args: Any) -> Any:
-            return step(jax.tree.unflatten(treedef, params), *args, **options)
+            return step(jax.tree.unflatten(treedef, params), *args, attend=attend)
+
+        run.__name__ = step.__name__
+        return run
+
+    def with_config(step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            return step(*args, config=config)
 
         run.__name__ = step.__name__
         return run
@@ -193,16 +212,16 @@ def compile_programs(
             step, out = prefill_step, (pages_lie, rows_lie, rows_lie)
         else:
             step, out = decode_step, (pages_lie, rows_lie)
-        return _compile(with_model(step, attend=attend), mesh, args, out=out, donate=1)
+        return _compile(with_model(step), mesh, args, out=out, donate=1)
 
     def compile_sample(size: int) -> Program:
         sampling = _abstract(batcher.neutral_sampling(size), rows_lie)
-        args = (params, slots, rows(size, config.hidden_size, dtype=hidden_dtype), rows(size), sampling)
-        return _compile(with_model(sample_step), mesh, args, out=rows_lie, donate=1)
+        args = (head, slots, rows(size, config.hidden_size, dtype=hidden_dtype), rows(size), sampling)
+        return _compile(with_config(sample_step), mesh, args, out=rows_lie, donate=1)
 
     def compile_prompt_logprobs(size: int) -> Program:
-        args = (params, rows(size, config.hidden_size, dtype=hidden_dtype), rows(size))
-        return _compile(with_model(prompt_logprobs_step), mesh, args, out=rows_lie)
+        args = (head, rows(size, config.hidden_size, dtype=hidden_dtype), rows(size))
+        return _compile(with_config(prompt_logprobs_step), mesh, args, out=rows_lie)
 
     def compile_set_counts() -> Program:
         args = (slots, rows(1), rows(1, scheduler.max_model_len), rows(1), rows(1))

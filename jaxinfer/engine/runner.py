@@ -40,8 +40,8 @@ class Runner:
         scheduler: SchedulerConfig,
         mesh: Mesh | None = None,
     ) -> None:
-        self._params = jax.tree.leaves(model)
-        self._programs = programs
+        self._params, self._head = jax.tree.leaves(model), model.head_weight
+        self.programs = programs
         self._batcher = StepBatcher(scheduler, cache)
         self._config = scheduler
         self.kv_pages = create_kv_pages(model.config, cache, mesh)
@@ -50,7 +50,7 @@ class Runner:
 
     def memory_bytes(self) -> dict[str, int]:
         """What is allocated, measured: bytes of one device by the ledger's classes."""
-        programs = self._programs
+        programs = self.programs
         forward = programs.forward.values()
         sampling = (*programs.sample.values(), *programs.prompt_logprobs.values(), programs.set_counts)
         return {
@@ -64,7 +64,7 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Starts a step. Returns before it is done."""
-        programs, params = self._programs, self._params
+        programs = self.programs
         for seq in plan.prefills:
             if seq.first and seq.sequence.request.params.has_penalties:
                 self._set_counts(seq)
@@ -72,15 +72,15 @@ class Runner:
         built = self._batcher.build(plan, bucket)
         self.num_padding_rows += bucket.num_rows * self._config.num_groups - plan.num_tokens
         self.kv_pages, hidden, *prefill_hidden = programs.forward[bucket](
-            params, self.kv_pages, self.slots.last_tokens, built.batch
+            self._params, self.kv_pages, self.slots.last_tokens, built.batch
         )
         self.slots, sampled = programs.sample[self._batcher.num_samples(bucket)](
-            params, self.slots, hidden, built.sample_slots, built.sampling
+            self._head, self.slots, hidden, built.sample_slots, built.sampling
         )
         prompt_logprobs = None
         if built.target_ids is not None:
             program = programs.prompt_logprobs[bucket.num_prefill_rows]
-            prompt_logprobs = program(params, prefill_hidden[0], built.target_ids)
+            prompt_logprobs = program(self._head, prefill_hidden[0], built.target_ids)
         return InFlight(plan, built, sampled, prompt_logprobs)
 
     def read(self, step: InFlight) -> StepResult:
@@ -105,7 +105,7 @@ class Runner:
         slots[seq.group] = seq.slot
         num_prompt = np.full(groups, sequence.num_prompt_tokens, np.int32)
         num_total = np.full(groups, len(sequence.token_ids), np.int32)
-        self.slots = self._programs.set_counts(self.slots, slots, token_ids, num_prompt, num_total)
+        self.slots = self.programs.set_counts(self.slots, slots, token_ids, num_prompt, num_total)
 
 
 def _read_prompt_logprobs(step: InFlight) -> dict[int, tuple[TokenLogprobs, ...]]:

@@ -233,9 +233,19 @@ class Transformer(nnx.Module):
             pages.append(layer_pages)
         return self.model.norm(x).T, tuple(pages)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [R, D] -> float32 logits [R, V], soft-capped where the model says so."""
+    @property
+    def head_weight(self) -> jax.Array:
+        """[V, D], which makes logits of hidden states: all that sampling needs of the model."""
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        scores = linear(head.weight[...], hidden.T, out_dtype=jnp.float32).T
-        scores = constrain(scores)[:, : self.config.vocab_size]  # every device samples from all of them
-        return soft_cap(scores, self.config.final_logit_softcapping)
+        return head.weight.get_value()  # abstract models have one too
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [R, D] -> float32 logits [R, V]."""
+        return head_logits(self.config, self.head_weight, hidden)
+
+
+def head_logits(config: ModelConfig, head_weight: jax.Array, hidden: jax.Array) -> jax.Array:
+    """hidden [R, D] -> float32 logits [R, V], soft-capped where the model says so."""
+    scores = linear(head_weight, hidden.T, out_dtype=jnp.float32).T
+    scores = constrain(scores)[:, : config.vocab_size]  # every device samples from all of them
+    return soft_cap(scores, config.final_logit_softcapping)

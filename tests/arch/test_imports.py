@@ -32,6 +32,7 @@ LAYERS = {
     "jaxinfer.engine.engine": 6,
     "jaxinfer.engine.resolve": 5,
     "jaxinfer.engine.compilation": 5,
+    "jaxinfer.engine.hollow": 5,
     "jaxinfer.engine.outputs": 5,
     "jaxinfer.engine.programs": 5,
     "jaxinfer.engine.runner": 5,

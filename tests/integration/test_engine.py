@@ -318,6 +318,20 @@ def test_a_bad_configuration_is_refused_by_name(tokenizer: Path, changes: dict[s
         make_engine(tokenizer, **changes)
 
 
+def test_hollow_programs_leave_the_hosts_work(tokenizer: Path) -> None:
+    """Every request gets its tokens, in as many steps, and the device's state stays what it was."""
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
+    requests = {f"{i}": (prompt, params) for i, prompt in enumerate(PROMPTS)}
+    real, hollow = make_engine(tokenizer), make_engine(tokenizer)
+    hollow.compute_nothing()
+    run(real, requests)
+    outputs = run(hollow, requests)
+    assert {key: tokens(parts) for key, parts in outputs.items()} == {key: [0] * 20 for key in requests}
+    assert hollow.stats().num_steps == real.stats().num_steps
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(hollow._runner.kv_pages))
+    assert hollow.stats().compilations_serving == 0
+
+
 def test_random_weights_need_no_checkpoint_values(tokenizer: Path) -> None:
     dummy = make_engine(tokenizer, load_format="dummy")
     out = run(dummy, {"r": (PROMPTS[0], GREEDY)})["r"]
