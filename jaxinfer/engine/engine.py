@@ -302,7 +302,6 @@ class Engine:
     def compute_nothing(self) -> None:
         """From now on the device has no work and the tokens no meaning: what a step takes is the host's."""
         self._runner.programs = hollow_programs(self._runner.programs)
-        self._num_requested_at_start = self._counter.num_requests
 
     def stats(self) -> EngineStats:
         """The state now."""
