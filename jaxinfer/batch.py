@@ -113,12 +113,18 @@ def _batch(options: BatchOptions) -> int:
 def _check_files(options: BatchOptions) -> None:
     if not options.input.is_file():
         raise cli.CommandError(f"--input={options.input}: no such file")
+    if options.output.is_dir():
+        raise cli.CommandError(f"--output={options.output} is a directory; name a file")
     if options.output.exists() and not options.overwrite:
         raise cli.CommandError(f"--output={options.output} exists; choose another, or give --overwrite")
     if options.output.exists() and options.output.samefile(options.input):
         raise cli.CommandError(f"--output={options.output} is the input; choose another")
     if not options.output.absolute().parent.is_dir():
         raise cli.CommandError(f"--output={options.output}: there is no such directory; make it first")
+    if not os.access(options.output.absolute().parent, os.W_OK):
+        raise cli.CommandError(
+            f"--output={options.output}: the directory cannot be written to; choose another"
+        )
 
 
 class _written_whole:  # noqa: N801 (used as a function)
@@ -166,7 +172,8 @@ def make_row(line: bytes, number: int, engine: Engine, sampling: Sampling) -> Ro
     """
     try:
         columns = json.loads(line, parse_constant=_refuse_constant)
-        json.dumps(columns, ensure_ascii=False).encode()  # what is kept must be writable: no lone surrogates
+        # What is kept must be writable: no lone surrogates, and no number that only Python calls JSON.
+        json.dumps(columns, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         return Row(
             {"line": number}, error=ApiError(400, f"line {number} is not JSON: {error}", code="invalid_json")
@@ -235,6 +242,10 @@ def _native_body(
         raise ApiError(400, f"the row must have one of {', '.join(_INPUTS)}; it has {found}")
     row = {key: value for key, value in columns.items() if key in _PARAMETERS and value is not None}
     body = {"model": model, "temperature": sampling.params.temperature, **_defaults(sampling, row), **row}
+    ids = columns.get("prompt_token_ids")
+    if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
+        message = f"prompt_token_ids={ids!r:.100} must be a list of integers"
+        raise ApiError(400, message, param="prompt_token_ids", code="invalid_type")
     if inputs == ["messages"]:
         return parse(ChatCompletionRequest, body | {"messages": columns["messages"]})
     return parse(CompletionRequest, body | {"prompt": columns[inputs[0]]})

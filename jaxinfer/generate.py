@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 def _generate(options: GenerateOptions) -> int:
     prompt = options.prompt
     if prompt is None and not options.chat:
-        prompt = sys.stdin.read()
+        prompt = _from_stdin(sys.stdin.read)
     if prompt == "":
         raise RequestError("the prompt is empty; give --prompt or text on stdin")
     from jaxinfer.engine.engine import Engine  # imports jax, which takes seconds: after the flags are right
@@ -66,13 +66,20 @@ def _generate(options: GenerateOptions) -> int:
     return 0
 
 
+def _from_stdin(read: Callable[[], str]) -> str:
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is no text in {error.encoding}: {error.reason}") from error
+
+
 def _turns() -> Iterator[str]:
     """What the user says, a line each; empty lines are left out."""
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("> ")
             sys.stderr.flush()
-        line = sys.stdin.readline()
+        line = _from_stdin(sys.stdin.readline)
         if not line:
             return
         if line.strip():

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -41,8 +41,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
 def run(
     engines: list[FakeEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Run:
-    def run(main: Callable[[list[str]], int], *argv: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    def run(main: Callable[[list[str]], int], *argv: str, stdin: str | TextIO = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin) if isinstance(stdin, str) else stdin)
         status = main(list(argv))
         out, err = capsys.readouterr()
         return status, out, err
@@ -182,6 +182,14 @@ def test_generate_refuses_an_empty_prompt(run: Run, engines: list[FakeEngine], a
     assert engines == []
 
 
+@pytest.mark.parametrize("chat", [[], ["--chat"]])
+def test_generate_refuses_what_is_no_text(run: Run, chat: list[str]) -> None:
+    latin_1 = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8")
+    status, out, err = run(generate.main, "--model=demo", *chat, stdin=latin_1)
+    assert (status, out) == (1, "")
+    assert_one_line(err, "standard input is no text in utf-8")
+
+
 def test_generate_says_what_the_engine_refuses(run: Run) -> None:
     status, out, err = run(generate.main, "--model=demo", "--prompt=hello", "--max_model_len=4")
     assert (status, out) == (1, "")
@@ -292,8 +300,11 @@ def test_batch_bad_rows_stop_nothing(run: Run, tmp_path: Path) -> None:
         {"prompt": "ok"},
         "{not json",
         "[]",
+        '{"prompt": "ok", "kept": 1e999}',
         {"custom_id": "none"},
         {"prompt": "a", "messages": []},
+        {"prompt_token_ids": "97"},
+        {"prompt_token_ids": [97, True]},
         {"prompt": "a", "temperature": "hot"},
         {"prompt": ["ok", "x" * 600]},
         {"custom_id": 7, "url": "/v1/embeddings", "body": body},
@@ -304,16 +315,17 @@ def test_batch_bad_rows_stop_nothing(run: Run, tmp_path: Path) -> None:
     got = run_batch(run, tmp_path, rows)
     assert texts(got[0]) == ["ok"]
     assert texts(got[-1]) == ["ok too"]
-    assert [(g["line"], g["error"]["code"]) for g in got[1:3]] == [(2, "invalid_json"), (3, "invalid_json")]
-    assert [g["outputs"] for g in got[3:7]] == [None] * 4
-    assert [g["error"]["param"] for g in got[3:7]] == [None, None, "temperature", "prompt"]
-    assert got[3]["custom_id"] == "none"
-    assert [(g["custom_id"], g["response"]["status_code"]) for g in got[7:10]] == [
+    assert [(g["line"], g["error"]["code"]) for g in got[1:4]] == [(i, "invalid_json") for i in (2, 3, 4)]
+    assert [g["outputs"] for g in got[4:10]] == [None] * 6
+    params = [None, None, "prompt_token_ids", "prompt_token_ids", "temperature", "prompt"]
+    assert [g["error"]["param"] for g in got[4:10]] == params
+    assert got[4]["custom_id"] == "none"
+    assert [(g["custom_id"], g["response"]["status_code"]) for g in got[10:13]] == [
         (7, 400),
         (8, 400),
         (9, 404),
     ]
-    assert [g["response"]["body"]["error"]["param"] for g in got[7:10]] == ["url", "stream", "model"]
+    assert [g["response"]["body"]["error"]["param"] for g in got[10:13]] == ["url", "stream", "model"]
 
 
 def test_batch_output_is_whole_or_not_there(
@@ -350,6 +362,11 @@ def test_batch_files_are_checked_first(run: Run, engines: list[FakeEngine], tmp_
     got, _, err = run(batch.main, "--model=demo", f"--input={source}", f"--output={tmp_path}/no/o.jsonl")
     assert got == 1
     assert_one_line(err, "directory")
+    (tmp_path / "dir.jsonl").mkdir()
+    argv = [f"--input={source}", f"--output={tmp_path}/dir.jsonl", "--overwrite"]
+    got, _, err = run(batch.main, "--model=demo", *argv)
+    assert got == 1
+    assert_one_line(err, "is a directory")
     got, _, err = run(batch.main, "--model=demo", f"--input={source}", f"--output={source}", "--overwrite")
     assert got == 1
     assert_one_line(err, "is the input")
