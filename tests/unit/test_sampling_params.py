@@ -24,7 +24,7 @@ def test_numpy_and_none_become_pythons_own() -> None:
     )
     assert [type(i) for i in (params.top_k, *params.stop_token_ids, *params.logit_bias)] == [int] * 4
     assert SamplingParams(logit_bias=None, stop_token_ids=None, stop=[]) == SamplingParams()  # type: ignore[arg-type]
-    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
