@@ -171,6 +171,8 @@ class EngineConfig:
     seed: int = 0
     cache_dir: str | None = None  # where the demo model is kept; None is ~/.cache/jaxinfer
     compilation_cache_dir: str | None = None
+    bundle: str | None = None  # a directory of bundles: memory/bundle.py
+    xla_flags: str = ""  # what the environment tells XLA
     strict_shapes: bool = False  # a compilation while serving is an error
     rope_scaling: str | None = None  # JSON, as in config.json
     verify: Literal["none", "size", "sha256"] = "size"

@@ -194,11 +194,16 @@ def plan_options(argv: Sequence[str]) -> PlanOptions:
     )
 
 
-def default_directories() -> dict[str, str]:
-    """EngineConfig's directories where nobody names them: what the environment says, or ~/.cache/jaxinfer."""
+def environment() -> dict[str, str]:
+    """What the environment decides of an EngineConfig: its directories, and the options that XLA reads."""
     cache_dir = Path(os.environ.get("JAXINFER_CACHE_DIR") or Path.home() / ".cache" / "jaxinfer")
     compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(cache_dir / "compiled")
-    return {"cache_dir": str(cache_dir), "compilation_cache_dir": compiled}
+    xla_flags = filter(None, map(os.environ.get, ("XLA_FLAGS", "LIBTPU_INIT_ARGS")))
+    return {
+        "cache_dir": str(cache_dir),
+        "compilation_cache_dir": compiled,
+        "xla_flags": " ".join(xla_flags),
+    }
 
 
 def engine_config(values: Any) -> EngineConfig:
@@ -215,7 +220,7 @@ def engine_config(values: Any) -> EngineConfig:
     }
     if values.compilation_cache_dir is None:
         del given["compilation_cache_dir"]
-    return EngineConfig(**{**default_directories(), **given})
+    return EngineConfig(**{**environment(), **given})
 
 
 def set_up_logging(verbosity: int) -> None:
@@ -354,6 +359,7 @@ def _define_engine(values: FlagValues) -> None:
         "compilation_cache_dir",
         'Where compiled programs are kept; none is the cache directory, "" is nowhere.',
     )
+    text("bundle", "A directory of compiled programs: loads those that fit, else compiles and writes them.")
     switch("strict_shapes", "Fail where a step has to compile, instead of logging a warning.")
     text("rope_scaling", "A JSON object, as in config.json, in place of the model's own.")
     choice("verify", ["none", "size", "sha256"], "How the checkpoint's files are checked.")

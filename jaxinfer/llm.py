@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
-from jaxinfer.flags import default_directories
+from jaxinfer.flags import environment
 from jaxinfer.types import (
     CompletionOutput,
     FinishReason,
@@ -40,7 +40,7 @@ class LLM:
         Raises:
           ConfigError, CheckpointError: one line that says what is wrong.
         """
-        self.engine = Engine(EngineConfig(model=model, **{**default_directories(), **engine_args}))
+        self.engine = Engine(EngineConfig(model=model, **{**environment(), **engine_args}))
 
     def generate(
         self,

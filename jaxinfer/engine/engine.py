@@ -18,7 +18,7 @@ from jaxinfer.engine.compilation import CompilationCounter, CompiledWhileServing
 from jaxinfer.engine.hollow import hollow_programs
 from jaxinfer.engine.host_memory import keep_freed_memory, use_huge_pages
 from jaxinfer.engine.outputs import LiveCompletion, LiveRequest
-from jaxinfer.engine.programs import compile_programs
+from jaxinfer.engine.prepare import prepare_programs
 from jaxinfer.engine.resolve import check, resolve
 from jaxinfer.engine.runner import InFlight, Runner
 from jaxinfer.engine.scheduler import Scheduler
@@ -27,7 +27,7 @@ from jaxinfer.memory.measured import MemoryReport
 from jaxinfer.metrics import EngineStats, Metrics
 from jaxinfer.models.families import load_model_config
 from jaxinfer.models.transformer import Transformer
-from jaxinfer.models.weights import abstract_model, load_model, random_model
+from jaxinfer.models.weights import load_model, random_model
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.text import Tokenizer, load_tokenizer
 from jaxinfer.types import (
@@ -86,19 +86,12 @@ class Engine:
         dtype = jnp.dtype(resolved.dtype)
         opened_s = time.monotonic()
         with ThreadPoolExecutor(2) as pool:
-            programs = pool.submit(
-                compile_programs,
-                abstract_model(self.model_config, dtype, mesh),
-                resolved.cache,
-                resolved.scheduler,
-                mesh,
-                self._counter,
-            )
+            programs = pool.submit(prepare_programs, config, self.model_config, resolved, mesh, self._counter)
             tokenizer = pool.submit(_load_tokenizer, config, path, reader, cache_dir)
             model = self._load_weights(reader, dtype, mesh)
             loaded_s = time.monotonic()
             self.tokenizer: Tokenizer = tokenizer.result()
-            self._runner = Runner(model, programs.result(), resolved.cache, resolved.scheduler, mesh)
+            self._runner = Runner(model, programs.result(), resolved.cache, resolved.scheduler)
         reader.close()
         if device.platform == "cpu":
             keep_freed_memory()

@@ -52,12 +52,14 @@ class Programs:
       sample: by M, `sample_step`; its first argument is the head's weight.
       prompt_logprobs: by C, `prompt_logprobs_step`; likewise.
       set_counts: `set_counts_step`, which has nothing of the model.
+      create_state: `create_state`, which has no arguments at all.
     """
 
     forward: Mapping[Bucket, Program]
     sample: Mapping[int, Program]
     prompt_logprobs: Mapping[int, Program]
     set_counts: Program
+    create_state: Program
 
     @classmethod
     def of(cls, batcher: StepBatcher, by_name: Mapping[str, Program]) -> Programs:
@@ -67,10 +69,22 @@ class Programs:
             sample={size: by_name[sample_name(size)] for size in batcher.sample_sizes},
             prompt_logprobs={rows: by_name[logprobs_name(rows)] for rows in batcher.prefill_sizes},
             set_counts=by_name[SET_COUNTS],
+            create_state=by_name[CREATE_STATE],
         )
+
+    def by_name(self) -> dict[str, Program]:
+        """As `of` takes them."""
+        return {
+            **{forward_name(bucket): program for bucket, program in self.forward.items()},
+            **{sample_name(size): program for size, program in self.sample.items()},
+            **{logprobs_name(rows): program for rows, program in self.prompt_logprobs.items()},
+            SET_COUNTS: self.set_counts,
+            CREATE_STATE: self.create_state,
+        }
 
 
 SET_COUNTS = "set_counts_step"
+CREATE_STATE = "create_state"
 
 
 def forward_name(bucket: Bucket) -> str:
@@ -88,6 +102,13 @@ def sample_name(size: int) -> str:
 def logprobs_name(rows: int) -> str:
     """By the prefill rows."""
     return f"prompt_logprobs_step {rows}"
+
+
+def first_needed(batcher: StepBatcher) -> tuple[str, ...]:
+    """The programs that a short prompt by itself needs: of each kind the smallest."""
+    prefill = next(bucket for bucket in batcher.buckets if bucket.num_prefill_rows)
+    steps = (forward_name(prefill), forward_name(batcher.buckets[0]), sample_name(batcher.sample_sizes[0]))
+    return (CREATE_STATE, *steps)
 
 
 def decode_step(
@@ -227,11 +248,20 @@ def compile_programs(
         args = (slots, rows(1), rows(1, scheduler.max_model_len), rows(1), rows(1))
         return _compile(set_counts_step, mesh, args, num_shared=0, out=rows_lie, donate=0)
 
+    def compile_create_state() -> Program:
+        def create_state() -> tuple[KVPages, SlotState]:
+            """The cache and the slots: zeros."""
+            return create_kv_pages(config, cache, mesh), create_slots(config, scheduler.max_num_seqs, mesh)
+
+        out = None if mesh is None else (pages_lie, rows_lie)
+        return jax.jit(create_state, out_shardings=out).lower().compile()
+
     jobs: dict[str, Callable[[], Program]] = {
         **{forward_name(bucket): partial(compile_forward, bucket) for bucket in batcher.buckets},
         **{sample_name(size): partial(compile_sample, size) for size in batcher.sample_sizes},
         **{logprobs_name(rows): partial(compile_prompt_logprobs, rows) for rows in batcher.prefill_sizes},
         SET_COUNTS: compile_set_counts,
+        CREATE_STATE: compile_create_state,
     }
     table = CompileTable(counter or CompilationCounter())
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as pool:

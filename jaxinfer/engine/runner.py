@@ -7,10 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxinfer.config import CacheConfig, SchedulerConfig
-from jaxinfer.engine.kv_cache import create_kv_pages, create_slots
 from jaxinfer.engine.programs import LogprobArrays, Programs
 from jaxinfer.engine.step_batch import BuiltStep, StepBatcher
 from jaxinfer.memory.measured import code_bytes, device_bytes, temporary_bytes
@@ -38,14 +36,12 @@ class Runner:
         programs: Programs,
         cache: CacheConfig,
         scheduler: SchedulerConfig,
-        mesh: Mesh | None = None,
     ) -> None:
         self._params, self._head = jax.tree.leaves(model), model.head_weight
         self.programs = programs
         self._batcher = StepBatcher(scheduler, cache)
         self._config = scheduler
-        self.kv_pages = create_kv_pages(model.config, cache, mesh)
-        self.slots = create_slots(model.config, scheduler.max_num_seqs, mesh)
+        self.kv_pages, self.slots = programs.create_state()
         self.num_padding_rows = 0  # rows computed for nothing, so far
 
     def memory_bytes(self) -> dict[str, int]:

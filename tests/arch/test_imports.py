@@ -34,6 +34,7 @@ LAYERS = {
     "jaxinfer.engine.compilation": 5,
     "jaxinfer.engine.hollow": 5,
     "jaxinfer.engine.outputs": 5,
+    "jaxinfer.engine.prepare": 5,
     "jaxinfer.engine.programs": 5,
     "jaxinfer.engine.runner": 5,
     "jaxinfer.engine.scheduler": 5,
