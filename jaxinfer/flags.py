@@ -117,6 +117,7 @@ class PlanOptions:
     quantize: str
     mean_len: int
     batch: int | None
+    compile: bool
     json: bool
 
 
@@ -183,6 +184,8 @@ def bench_options(argv: Sequence[str], measurements: Sequence[str]) -> BenchOpti
 def plan_options(argv: Sequence[str]) -> PlanOptions:
     """Flags of `jaxinfer.plan`."""
     values = _parse("plan", argv, _define_engine, _define_plan)
+    if values.compile and values.quantize != "none":
+        raise UsageError("flag --compile: it compiles what the engine runs, so --quantize must be none")
     return PlanOptions(
         values.verbosity,
         engine_config(values),
@@ -190,6 +193,7 @@ def plan_options(argv: Sequence[str]) -> PlanOptions:
         values.quantize,
         values.mean_len,
         values.batch,
+        values.compile,
         values.json,
     )
 
@@ -221,6 +225,12 @@ def engine_config(values: Any) -> EngineConfig:
     if values.compilation_cache_dir is None:
         del given["compilation_cache_dir"]
     return EngineConfig(**{**environment(), **given})
+
+
+def describe_absent_tpus() -> None:
+    """Tells libtpu not to look for a TPU, nor for the metadata of one, before it describes a topology."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
 def set_up_logging(verbosity: int) -> None:
@@ -482,6 +492,12 @@ def _define_plan(values: FlagValues) -> None:
         None,
         "Requests of the mean length that decode together; none is as many as fit.",
         lower_bound=1,
+        flag_values=values,
+    )
+    absl_flags.DEFINE_bool(
+        "compile",
+        False,
+        "Compile the largest steps for the chip, and take temporaries and programs from the compiler.",
         flag_values=values,
     )
     absl_flags.DEFINE_bool("json", False, "Print one JSON object.", flag_values=values)

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxinfer import cli
 from jaxinfer.config import ModelConfig
-from jaxinfer.flags import PlanOptions, plan_options
+from jaxinfer.flags import PlanOptions, describe_absent_tpus, plan_options
 from jaxinfer.memory.chips import Chip, find_chip
 from jaxinfer.memory.ledger import GIB, DoesNotFitError, Ledger, kv_bytes_per_token
 from jaxinfer.memory.parameters import itemsize, num_parameters
@@ -37,6 +37,7 @@ _CLASSES = {
     "logits": "logits and sampling",
     "programs": "programs",
 }
+_ESTIMATED = {"activations": ", about", "logits": ", about", "programs": ", not counted"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,6 +52,13 @@ def _plan(options: PlanOptions) -> int:
     question = options.engine, model, chip, options.quantize
     try:
         plan = make_plan(*question, options.mean_len)
+        if options.compile:
+            from jaxinfer.memory.aot import compile_steps, compiled_bytes  # flax, which plain plans can spare
+
+            describe_absent_tpus()
+            steps = compile_steps(plan)
+            report["compiled"] = [dataclasses.asdict(step) for step in steps]
+            plan = make_plan(*question, options.mean_len, compiled_bytes(steps))
     except DoesNotFitError as error:
         changes = [dataclasses.asdict(change) for change in advice(error, *question)]
         report |= {"fits": False, **_bytes(error.ledger, error.budget_bytes), "changes": changes}
@@ -166,6 +174,7 @@ def _text(report: Report) -> Iterator[str]:
     yield from (f"what if: {note}" for note in report["what_if"])
     yield ""
     yield from _bytes_text(report)
+    yield from map(_compiled_text, report.get("compiled", ()))
     yield ""
     if report["fits"]:
         yield from _fitting_text(report)
@@ -177,11 +186,22 @@ def _text(report: Report) -> Iterator[str]:
 def _bytes_text(report: Report) -> Iterator[str]:
     sizes = report["bytes_a_device"]
     yield f"{'of each device':<32} {'bytes':>18} {'GiB':>9}"
-    rows = [(text, sizes[name]) for name, text in _CLASSES.items()]
+    notes = {} if "compiled" in report else _ESTIMATED
+    rows = [(text + notes.get(name, ""), sizes[name]) for name, text in _CLASSES.items()]
     for text, size in (*rows, ("together", report["device_bytes"])):
         yield f"{text:<32} {size:>18,} {size / GIB:>9.3f}"
     staging = sizes["host_staging"]
     yield f"{'host staging, on the host':<32} {staging:>18,} {staging / GIB:>9.3f}"
+
+
+def _compiled_text(step: Mapping[str, Any]) -> str:
+    collectives = ", ".join(f"{count} {name}" for name, count in step["collectives"].items()) or "none"
+    return (
+        f"compiled in {step['compile_s']:.0f} s: {step['name']}, "
+        f"{step['argument_bytes'] / GIB:.3f} GiB of arguments, of which {step['alias_bytes'] / GIB:.3f} are "
+        f"written in place, {step['temp_bytes'] / 2**20:.1f} MiB of temporaries, "
+        f"{step['code_bytes'] / 2**20:.1f} MiB of code; collectives: {collectives}"
+    )
 
 
 def _fitting_text(report: Report) -> Iterator[str]:

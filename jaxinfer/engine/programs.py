@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.stages import Lowered
 from jax.typing import DTypeLike
 
 from jaxinfer.config import CacheConfig, ModelConfig, SchedulerConfig
@@ -196,6 +197,36 @@ def compile_programs(
 
     `model` may be abstract: only its shapes and shardings are read.
     """
+    batcher = StepBatcher(scheduler, cache)
+    table = CompileTable(counter or CompilationCounter())
+
+    def compile_one(lower: Callable[[], Lowered]) -> Program:
+        return lower().compile()
+
+    lowerings = step_lowerings(model, batcher, cache, scheduler, mesh)
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as pool:
+        futures = {name: pool.submit(table.make, name, compile_one, job) for name, job in lowerings.items()}
+        programs = {name: future.result() for name, future in futures.items()}
+    table.log(programs)
+    return Programs.of(batcher, programs)
+
+
+def step_lowerings(
+    model: Transformer,
+    batcher: StepBatcher,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    mesh: Mesh | None = None,
+) -> dict[str, Callable[[], Lowered]]:
+    """By name, what lowers each program that serving can need.
+
+    Args:
+      model: may be abstract: only its shapes and shardings are read.
+      batcher: of the same cache and limits.
+      cache: its size.
+      scheduler: limits.
+      mesh: whose devices need not be there; None is one device that is.
+    """
     config = model.config
     rows_lie = None if mesh is None else row_sharding(mesh)
     pages_lie = None if mesh is None else page_sharding(mesh)
@@ -204,7 +235,6 @@ def compile_programs(
     head = jax.tree.unflatten(treedef, params).head_weight
     kv_pages = _abstract(jax.eval_shape(lambda: create_kv_pages(config, cache, mesh)), pages_lie)
     slots = _abstract(jax.eval_shape(lambda: create_slots(config, scheduler.max_num_seqs, mesh)), rows_lie)
-    batcher = StepBatcher(scheduler, cache)
     attend = make_attention(mesh)
     hidden_dtype = leaves[0].dtype
 
@@ -226,49 +256,42 @@ def compile_programs(
         run.__name__ = step.__name__
         return run
 
-    def compile_forward(bucket: Bucket) -> Program:
+    def lower_forward(bucket: Bucket) -> Lowered:
         batch = _abstract(batcher.build(StepPlan(0, (), ()), bucket).batch, rows_lie)
         args = (params, kv_pages, slots.last_tokens, batch)
         if bucket.num_prefill_rows:
             step, out = prefill_step, (pages_lie, rows_lie, rows_lie)
         else:
             step, out = decode_step, (pages_lie, rows_lie)
-        return _compile(with_model(step), mesh, args, out=out, donate=1)
+        return _lower(with_model(step), mesh, args, out=out, donate=1)
 
-    def compile_sample(size: int) -> Program:
+    def lower_sample(size: int) -> Lowered:
         sampling = _abstract(batcher.neutral_sampling(size), rows_lie)
         args = (head, slots, rows(size, config.hidden_size, dtype=hidden_dtype), rows(size), sampling)
-        return _compile(with_config(sample_step), mesh, args, out=rows_lie, donate=1)
+        return _lower(with_config(sample_step), mesh, args, out=rows_lie, donate=1)
 
-    def compile_prompt_logprobs(size: int) -> Program:
+    def lower_prompt_logprobs(size: int) -> Lowered:
         args = (head, rows(size, config.hidden_size, dtype=hidden_dtype), rows(size))
-        return _compile(with_config(prompt_logprobs_step), mesh, args, out=rows_lie)
+        return _lower(with_config(prompt_logprobs_step), mesh, args, out=rows_lie)
 
-    def compile_set_counts() -> Program:
+    def lower_set_counts() -> Lowered:
         args = (slots, rows(1), rows(1, scheduler.max_model_len), rows(1), rows(1))
-        return _compile(set_counts_step, mesh, args, num_shared=0, out=rows_lie, donate=0)
+        return _lower(set_counts_step, mesh, args, num_shared=0, out=rows_lie, donate=0)
 
-    def compile_create_state() -> Program:
+    def lower_create_state() -> Lowered:
         def create_state() -> tuple[KVPages, SlotState]:
             """The cache and the slots: zeros."""
             return create_kv_pages(config, cache, mesh), create_slots(config, scheduler.max_num_seqs, mesh)
 
-        out = None if mesh is None else (pages_lie, rows_lie)
-        return jax.jit(create_state, out_shardings=out).lower().compile()
+        return jax.jit(create_state, out_shardings=None if mesh is None else (pages_lie, rows_lie)).lower()
 
-    jobs: dict[str, Callable[[], Program]] = {
-        **{forward_name(bucket): partial(compile_forward, bucket) for bucket in batcher.buckets},
-        **{sample_name(size): partial(compile_sample, size) for size in batcher.sample_sizes},
-        **{logprobs_name(rows): partial(compile_prompt_logprobs, rows) for rows in batcher.prefill_sizes},
-        SET_COUNTS: compile_set_counts,
-        CREATE_STATE: compile_create_state,
+    return {
+        **{forward_name(bucket): partial(lower_forward, bucket) for bucket in batcher.buckets},
+        **{sample_name(size): partial(lower_sample, size) for size in batcher.sample_sizes},
+        **{logprobs_name(rows): partial(lower_prompt_logprobs, rows) for rows in batcher.prefill_sizes},
+        SET_COUNTS: lower_set_counts,
+        CREATE_STATE: lower_create_state,
     }
-    table = CompileTable(counter or CompilationCounter())
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as pool:
-        futures = {name: pool.submit(table.make, name, job) for name, job in jobs.items()}
-        programs = {name: future.result() for name, future in futures.items()}
-    table.log(programs)
-    return Programs.of(batcher, programs)
 
 
 def _abstract(tree: Any, sharding: NamedSharding | None) -> Any:
@@ -276,7 +299,7 @@ def _abstract(tree: Any, sharding: NamedSharding | None) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-def _compile(
+def _lower(
     step: Callable[..., Any],
     mesh: Mesh | None,
     args: tuple[Any, ...],
@@ -284,8 +307,8 @@ def _compile(
     out: Any,
     num_shared: int = 1,
     donate: int | tuple[int, ...] = (),
-) -> Program:
-    """Compiles a step for abstract arguments.
+) -> Lowered:
+    """Lowers a step for abstract arguments.
 
     Args:
       step: computes one group.
@@ -296,7 +319,7 @@ def _compile(
       donate: arguments whose memory the results take.
     """
     if mesh is None:
-        return jax.jit(step, donate_argnums=donate).lower(*args).compile()
+        return jax.jit(step, donate_argnums=donate).lower(*args)
     whole = over_groups(step, mesh, num_shared=num_shared)
     whole.__name__ = step.__name__
-    return jax.jit(whole, donate_argnums=donate, out_shardings=out).lower(*args).compile()
+    return jax.jit(whole, donate_argnums=donate, out_shardings=out).lower(*args)

@@ -19,7 +19,7 @@ from jaxinfer.config import (
 )
 from jaxinfer.engine.page_pool import pages_for
 from jaxinfer.engine.step_batch import PREFILL_TILE, padded_rows
-from jaxinfer.memory.ledger import GIB, DoesNotFitError, Ledger, MemoryModel
+from jaxinfer.memory.ledger import GIB, CompiledBytes, DoesNotFitError, Ledger, MemoryModel
 from jaxinfer.parallel.layout import padding
 from jaxinfer_kernels import kv_tile_tokens
 
@@ -89,7 +89,11 @@ def check(config: EngineConfig) -> None:
 
 
 def resolve(
-    config: EngineConfig, model: ModelConfig, device: Device, quantize: str = "none"
+    config: EngineConfig,
+    model: ModelConfig,
+    device: Device,
+    quantize: str = "none",
+    compiled: CompiledBytes | None = None,
 ) -> ResolvedConfig:
     """Sizes and dtypes for this model on this device.
 
@@ -98,6 +102,7 @@ def resolve(
       model: the model.
       device: one of the mesh's, or the stand-in of one that `jaxinfer.plan` asks about.
       quantize: how the projections are stored; the engine itself knows only "none".
+      compiled: what the compiler says of the programs; None is estimates.
 
     Raises:
       DoesNotFitError: the model or a request at the length limit does not fit.
@@ -123,6 +128,7 @@ def resolve(
         tensor=mesh.tensor,
         quantize=quantize,
         on_host=device.platform == "cpu",
+        compiled=compiled,
     )
     total_bytes = _total_bytes(device, mesh)
     budget_bytes = int(total_bytes * config.memory_utilization)

@@ -15,6 +15,7 @@ from jaxinfer.config import ConfigError, ModelConfig
 from jaxinfer.memory.parameters import itemsize, parameter_bytes, parameters
 from jaxinfer.parallel.layout import device_share
 from jaxinfer_kernels import kv_pages_shape, kv_tile_tokens
+from jaxinfer_kernels.layout import QUANTIZED_DTYPES
 
 GIB = 2**30
 
@@ -58,6 +59,15 @@ class Ledger:
         return ", ".join(f"{name} {size:,}" for name, size in self.by_class().items())
 
 
+@dataclass(frozen=True)
+class CompiledBytes:
+    """What the compiler says of the programs, in place of the estimates; the ledger's classes."""
+
+    activations: int
+    logits: int
+    programs: int
+
+
 class DoesNotFitError(ConfigError):
     """The device's memory does not hold the model, or a request at the length limit.
 
@@ -84,6 +94,7 @@ class MemoryModel:
       tensor: devices that share the model.
       quantize: "none", or a weight-only format by its name.
       on_host: the device is the CPU, whose memory is the host's.
+      compiled: what the compiler says, where it was asked.
     """
 
     model: ModelConfig
@@ -95,9 +106,11 @@ class MemoryModel:
     tensor: int = 1
     quantize: str = "none"
     on_host: bool = False
+    compiled: CompiledBytes | None = None
 
     def ledger(self, num_pages: int) -> Ledger:
         """With so many pages, the null page included."""
+        compiled = self.compiled
         weights = [
             (parameter, parameter_bytes(parameter, self.dtype, self.quantize))
             for parameter in parameters(self.share)
@@ -107,9 +120,9 @@ class MemoryModel:
             weights=sum(size for _, size in weights),
             kv_cache=num_pages * self.page_bytes,
             slots=self._slot_bytes(),
-            activations=self._activation_bytes(),
-            logits=self._logits_bytes(),
-            programs=0,
+            activations=compiled.activations if compiled else self._activation_bytes(),
+            logits=compiled.logits if compiled else self._logits_bytes(),
+            programs=compiled.programs if compiled else 0,
             # The CPU client takes the buffer over.
             host_staging=0 if self.on_host else largest,
         )
@@ -121,9 +134,12 @@ class MemoryModel:
 
     @property
     def page_bytes(self) -> int:
-        """A page in all layers of one device, in the layout of the kernels."""
-        shape = kv_pages_shape(1, self.page_size, self.share.num_key_value_heads, self.model.head_dim)
-        return math.prod(shape) * itemsize(self.kv_dtype) * self.model.num_hidden_layers
+        """A page in all layers of one device, in the layout of the kernels, with its scales."""
+        heads = self.share.num_key_value_heads
+        shape = kv_pages_shape(1, self.page_size, heads, self.model.head_dim)
+        data = math.prod(shape) * itemsize(self.kv_dtype)
+        scales = 2 * heads * self.page_size * 4 if self.kv_dtype in QUANTIZED_DTYPES else 0
+        return (data + scales) * self.model.num_hidden_layers
 
     def _slot_bytes(self) -> int:
         """engine/kv_cache.py's SlotState: a token, and for each of the vocabulary a bit and a count."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxinfer.config import ConfigError, EngineConfig, ModelConfig, parse_mesh
+from jaxinfer.config import ConfigError, EngineConfig, MeshConfig, ModelConfig, parse_mesh
 from jaxinfer.engine.page_pool import pages_for
 from jaxinfer.engine.resolve import ResolvedConfig, resolve
 from jaxinfer.memory.chips import Chip
-from jaxinfer.memory.ledger import GIB, DoesNotFitError
+from jaxinfer.memory.ledger import GIB, CompiledBytes, DoesNotFitError
 from jaxinfer.memory.roofline import Roofline, decode_roofline, prefill_roofline
 
 MAX_DEVICES = 1024  # beyond which no advice goes
@@ -22,19 +22,23 @@ class Plan:
     Attributes:
       resolved: what one data-parallel group has.
       model, chip: of what, on what.
-      num_groups: data-parallel groups, each with pages and slots of its own.
+      mesh: data-parallel groups, each with pages and slots of its own, and the devices in each.
       mean_len: tokens of a request on average.
     """
 
     resolved: ResolvedConfig
     model: ModelConfig
     chip: Chip
-    num_groups: int
+    mesh: MeshConfig
     mean_len: int
 
     @property
+    def num_groups(self) -> int:
+        return self.mesh.data
+
+    @property
     def num_chips(self) -> float:
-        return self.num_groups * self.resolved.memory.tensor / self.chip.num_devices
+        return self.mesh.num_devices / self.chip.num_devices
 
     @property
     def kv_tokens(self) -> int:
@@ -74,11 +78,23 @@ class Plan:
         return prefill_roofline(memory, self.chip, memory.max_num_batched_tokens)
 
 
-def make_plan(config: EngineConfig, model: ModelConfig, chip: Chip, quantize: str, mean_len: int) -> Plan:
-    """Raises DoesNotFitError, or ConfigError where the flags or the mesh do not go with the model."""
-    resolved = resolve(config, model, chip, quantize)
+def make_plan(
+    config: EngineConfig,
+    model: ModelConfig,
+    chip: Chip,
+    quantize: str,
+    mean_len: int,
+    compiled: CompiledBytes | None = None,
+) -> Plan:
+    """The engine's sizes on that chip; see `resolve`.
+
+    Raises:
+      DoesNotFitError: it does not fit.
+      ConfigError: the flags or the mesh do not go with the model.
+    """
+    resolved = resolve(config, model, chip, quantize, compiled)
     length = min(mean_len, resolved.scheduler.max_model_len)
-    return Plan(resolved, model, chip, parse_mesh(config.mesh).data, length)
+    return Plan(resolved, model, chip, parse_mesh(config.mesh), length)
 
 
 @dataclass(frozen=True)

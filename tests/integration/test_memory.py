@@ -45,6 +45,19 @@ def test_the_plan_of_this_machine_is_the_engines(engine: Engine, capsys: pytest.
     assert report["roofline"]["decode"] is None  # a CPU's rates are not published
 
 
+def test_compiled_bytes_are_the_engines(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `plan --compile` says of this machine's programs, the engine's own programs have."""
+    flags = ("--max_num_seqs=4", "--max_num_batched_tokens=64", "--max_model_len=128", "--page_size=8")
+    assert plan.main([f"--model={MODELS / 'llama'}", *flags, "--compile", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    measured = engine.memory().measured
+    for name in ("weights", "kv_cache", "slots", "activations", "logits", "programs"):
+        assert report["bytes_a_device"][name] == pytest.approx(measured[name], rel=0.01), name
+    decode = report["compiled"][0]
+    assert (decode["name"], decode["collectives"]) == ("decode_step 4", {})
+    assert decode["alias_bytes"] == measured["kv_cache"]
+
+
 def test_pages_in_use_are_live(engine: Engine) -> None:
     seen: list[Mapping[str, Any]] = []
     prompts = {"a": (range(1, 25), SamplingParams(max_tokens=4, temperature=0.0))}

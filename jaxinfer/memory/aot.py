@@ -1,0 +1,163 @@
+"""Compiles the real steps for a chip that need not be there, and reads their bytes off the compiler.
+
+Only the program of the most rows is compiled of each kind. Smaller ones are taken to have no more
+temporaries and no more code.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+from jax.stages import Lowered
+
+from jaxinfer.config import ConfigError, MeshConfig
+from jaxinfer.engine.programs import forward_name, logprobs_name, sample_name, step_lowerings
+from jaxinfer.engine.step_batch import StepBatcher
+from jaxinfer.memory.chips import Chip
+from jaxinfer.memory.ledger import CompiledBytes
+from jaxinfer.memory.planning import Plan
+from jaxinfer.models.weights import abstract_model
+from jaxinfer.parallel.mesh import DATA, TENSOR, make_mesh
+
+# Slices that Cloud TPU offers, by the number of chips.
+_SLICES: Mapping[int, Mapping[int, str]] = MappingProxyType(
+    {
+        2: {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"},
+        3: {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8"},
+    }
+)
+_COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+_MAX_REASON = 400  # characters of a compiler's message
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """One program as the compiler made it; bytes are of one device.
+
+    Attributes:
+      name: as in the engine's table of programs.
+      num_programs: programs of its kind that serving compiles.
+      argument_bytes: weights, cache and the step's arrays.
+      alias_bytes: of the arguments, those whose memory the results take: the donated ones.
+      temp_bytes, code_bytes: temporaries, and the program itself.
+      collectives: how many there are of each.
+      compile_s: seconds to lower and compile.
+    """
+
+    name: str
+    num_programs: int
+    argument_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    code_bytes: int
+    collectives: Mapping[str, int]
+    compile_s: float
+
+
+def compile_steps(plan: Plan) -> tuple[CompiledStep, ...]:
+    """The largest decode, prefill, sampling and prompt log-probabilities step of a plan, compiled.
+
+    Raises:
+      ConfigError: the compiler for the chip is not installed, has no such slice, or finds that the
+        program does not fit.
+    """
+    resolved, mesh = plan.resolved, _described_mesh(plan.chip, plan.mesh)
+    model = abstract_model(plan.model, jnp.dtype(resolved.dtype), mesh)
+    batcher = StepBatcher(resolved.scheduler, resolved.cache)
+    lowerings = step_lowerings(model, batcher, resolved.cache, resolved.scheduler, mesh)
+    buckets = batcher.buckets
+    kinds = (
+        {forward_name(bucket): bucket.num_rows for bucket in buckets if not bucket.num_prefill_rows},
+        {forward_name(bucket): bucket.num_rows for bucket in buckets if bucket.num_prefill_rows},
+        {sample_name(size): size for size in batcher.sample_sizes},
+        {logprobs_name(rows): rows for rows in batcher.prefill_sizes},
+    )
+    steps = []
+    for kind in kinds:
+        largest = max(kind, key=lambda name: kind[name])
+        steps.append(_compile(largest, lowerings[largest], len(kind)))
+    return tuple(steps)
+
+
+def compiled_bytes(steps: Sequence[CompiledStep]) -> CompiledBytes:
+    """The ledger's classes of compiled steps. All programs of a kind count with the largest one's code."""
+    decode, prefill, sample, prompt_logprobs = steps
+    return CompiledBytes(
+        activations=max(decode.temp_bytes, prefill.temp_bytes),
+        logits=max(sample.temp_bytes, prompt_logprobs.temp_bytes),
+        programs=sum(step.code_bytes * step.num_programs for step in steps),
+    )
+
+
+def _compile(name: str, lower: Callable[[], Lowered], num_programs: int) -> CompiledStep:
+    start_s = time.monotonic()
+    try:
+        compiled = lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{name} does not compile: {reason[:_MAX_REASON]}") from error
+    seconds = time.monotonic() - start_s
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise ConfigError(f"{name}: this compiler does not tell the bytes of a program")
+    return CompiledStep(
+        name=name,
+        num_programs=num_programs,
+        argument_bytes=memory.argument_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+        collectives=dict(Counter(_COLLECTIVE.findall(compiled.as_text() or ""))),
+        compile_s=seconds,
+    )
+
+
+def _described_mesh(chip: Chip, mesh: MeshConfig) -> Mesh | None:
+    """The mesh over devices of a described topology; over the CPU's own for `cpu`."""
+    if chip.platform == "cpu":
+        return make_mesh(mesh, jax.devices("cpu"))
+    # Programs for absent devices cannot be read back from the cache here.
+    jax.config.update("jax_enable_compilation_cache", False)
+    if chip.platform == "gpu":
+        raise ConfigError(f"chip={chip.name}: only TPUs and the CPU can be compiled for yet")
+    devices = _described_tpu(chip, mesh)
+    if mesh.num_devices > 1:
+        return make_mesh(mesh, devices)
+    # Even one device needs a mesh, which says that it is not this machine's.
+    return Mesh(np.asarray(devices[:1]).reshape(1, 1), (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2)
+
+
+def _described_tpu(chip: Chip, mesh: MeshConfig) -> Sequence[Any]:
+    num_chips, rest = divmod(mesh.num_devices, chip.num_devices)
+    slices = _SLICES[chip.topology_dims]
+    if rest or num_chips not in slices:
+        sizes = ", ".join(str(size * chip.num_devices) for size in slices)
+        raise ConfigError(
+            f"mesh={mesh} has {mesh.num_devices} devices, and {chip.name} slices have {sizes}: use one of these"
+        )
+    options = {"chips_per_host_bounds": [1, 1, 1]} if num_chips == 1 else {}
+    name = f"{chip.name}:{slices[num_chips]}"
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+    except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{name} cannot be described: {reason[:_MAX_REASON]}; compiling for TPUs needs libtpu, which "
+            "pip install jaxinfer[plan] brings"
+        ) from error
+    if len(devices) != mesh.num_devices:
+        raise ConfigError(f"{name}: the compiler shows {len(devices)} devices, not {mesh.num_devices}")
+    return devices
