@@ -146,7 +146,7 @@ def _described_tpu(chip: Chip, mesh: MeshConfig) -> Sequence[Any]:
     if rest or num_chips not in slices:
         sizes = ", ".join(str(size * chip.num_devices) for size in slices)
         raise ConfigError(
-            f"mesh={mesh} has {mesh.num_devices} devices, and {chip.name} slices have {sizes}: use one of these"
+            f"mesh={mesh} has {mesh.num_devices} devices, and {chip.name} slices have {sizes}: use one"
         )
     options = {"chips_per_host_bounds": [1, 1, 1]} if num_chips == 1 else {}
     name = f"{chip.name}:{slices[num_chips]}"

@@ -1,0 +1,74 @@
+"""The real steps, compiled by the TPU's own compiler for a slice that is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxinfer.memory.ledger import GIB
+from tests.integration.processes import assert_one_line, run
+
+LLAMA_8B = str(Path(__file__).parents[1] / "golden" / "configs" / "Llama-3.1-8B.json")
+LIMIT_S = 300.0
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu is not installed (the extra `plan`; it goes with jax 0.12, so with Python 3.12)",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """Llama-3.1-8B on v5e 2x4, in two groups of four chips."""
+    flags = ("--chip=v5e", "--mesh=2x4", "--max_model_len=8192")
+    result = run("plan", f"--model={LLAMA_8B}", *flags, "--compile", "--json")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_compiled_steps_fit_the_chip(report: dict[str, Any]) -> None:
+    for step in report["compiled"]:
+        held = step["argument_bytes"] + step["temp_bytes"] + step["code_bytes"]
+        assert 0 < held < 16 * GIB, step["name"]
+    assert report["device_bytes"] <= report["budget_bytes"]
+
+
+def test_arguments_are_what_the_ledger_counts(report: dict[str, Any]) -> None:
+    """Weights and cache, and some tables of a few MB."""
+    decode, _, _, _ = report["compiled"]
+    sizes = report["bytes_a_device"]
+    head = 2 * 128_256 // 4 * 4096  # which the forward step does not take
+    counted = sizes["weights"] - head + decode["alias_bytes"]
+    assert decode["argument_bytes"] == pytest.approx(counted, rel=0.01)
+
+
+def test_the_cache_is_written_in_place_and_never_copied(report: dict[str, Any]) -> None:
+    decode, prefill, _, _ = report["compiled"]
+    pages = decode["alias_bytes"] / report["kv_cache"]["page_bytes_a_device"]
+    assert pages == int(pages) > 10_000  # all pages, in all layers
+    for step in (decode, prefill):
+        assert step["alias_bytes"] == decode["alias_bytes"]
+        assert step["temp_bytes"] < decode["alias_bytes"] / 32, "a copy of one layer's pages"
+
+
+def test_a_layer_has_two_all_reduces(report: dict[str, Any]) -> None:
+    """And the embedding one, whose rows lie on different devices."""
+    for step in report["compiled"][:2]:
+        assert step["collectives"] == {"all-reduce": 2 * 32 + 1}, step["name"]
+
+
+def test_both_steps_compile_in_time(report: dict[str, Any]) -> None:
+    decode, prefill, _, _ = report["compiled"]
+    assert decode["compile_s"] + prefill["compile_s"] < LIMIT_S
+
+
+def test_a_slice_that_is_not_offered_is_refused() -> None:
+    result = run("plan", f"--model={LLAMA_8B}", "--chip=v5e", "--mesh=1x2", "--compile")
+    assert_one_line(result, 1, "mesh=1x2 has 2 devices, and v5e slices have 1, 4, 8")
