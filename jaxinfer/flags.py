@@ -228,9 +228,11 @@ def engine_config(values: Any) -> EngineConfig:
 
 
 def describe_absent_tpus() -> None:
-    """Tells libtpu not to look for a TPU, nor for the metadata of one, before it describes a topology."""
+    """Keeps libtpu from looking for a TPU and its metadata, and from warning that there is none."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")  # any: the topology is given by name
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
 def set_up_logging(verbosity: int) -> None:

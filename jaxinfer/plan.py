@@ -58,7 +58,7 @@ def _plan(options: PlanOptions) -> int:
             describe_absent_tpus()
             steps = compile_steps(plan)
             report["compiled"] = [dataclasses.asdict(step) for step in steps]
-            plan = make_plan(*question, options.mean_len, compiled_bytes(steps))
+            plan = make_plan(*question, options.mean_len, compiled_bytes(plan, steps))
     except DoesNotFitError as error:
         changes = [dataclasses.asdict(change) for change in advice(error, *question)]
         report |= {"fits": False, **_bytes(error.ledger, error.budget_bytes), "changes": changes}

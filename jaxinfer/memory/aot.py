@@ -92,10 +92,13 @@ def compile_steps(plan: Plan) -> tuple[CompiledStep, ...]:
     return tuple(steps)
 
 
-def compiled_bytes(steps: Sequence[CompiledStep]) -> CompiledBytes:
-    """The ledger's classes of compiled steps. All programs of a kind count with the largest one's code."""
+def compiled_bytes(plan: Plan, steps: Sequence[CompiledStep]) -> CompiledBytes:
+    """The bytes of a plan's compiled steps. All programs of a kind count with the largest one's code."""
     decode, prefill, sample, prompt_logprobs = steps
+    resolved = plan.resolved
     return CompiledBytes(
+        # The cache is what a step writes in place. A TPU pads the last dimension to 128.
+        page_bytes=max(resolved.memory.page_bytes, -(-decode.alias_bytes // resolved.cache.num_pages)),
         activations=max(decode.temp_bytes, prefill.temp_bytes),
         logits=max(sample.temp_bytes, prompt_logprobs.temp_bytes),
         programs=sum(step.code_bytes * step.num_programs for step in steps),

@@ -61,8 +61,13 @@ class Ledger:
 
 @dataclass(frozen=True)
 class CompiledBytes:
-    """What the compiler says of the programs, in place of the estimates; the ledger's classes."""
+    """What the compiler says of the programs, in place of the estimates.
 
+    `page_bytes` are of a page in all layers, as the device's own layout of the cache pads it; the others
+    are the ledger's classes.
+    """
+
+    page_bytes: int
     activations: int
     logits: int
     programs: int
@@ -135,6 +140,8 @@ class MemoryModel:
     @property
     def page_bytes(self) -> int:
         """A page in all layers of one device, in the layout of the kernels, with its scales."""
+        if self.compiled is not None:
+            return self.compiled.page_bytes
         heads = self.share.num_key_value_heads
         shape = kv_pages_shape(1, self.page_size, heads, self.model.head_dim)
         data = math.prod(shape) * itemsize(self.kv_dtype)
