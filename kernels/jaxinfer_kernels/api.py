@@ -16,9 +16,20 @@ from jaxinfer_kernels.checks import (
 )
 from jaxinfer_kernels.layout import AttentionMetadata, Backend, KVPages, kv_pages_shape
 
+
+def _gpu_paged_attention(*args: Any, **options: Any) -> Any:
+    # Mosaic GPU takes 0.4 s to import, which only those pay who use it.
+    from jaxinfer_kernels.gpu.attention import paged_attention
+
+    return paged_attention(*args, **options)
+
+
 # Each op by backend. All take the public op's arrays by place and its options by name, and give the
 # log-sum-exp always; kernels take `interpret` too. A backend is added here and in layout.py.
-_PAGED_ATTENTION: Mapping[Backend, Callable[..., Any]] = {"xla": xla.paged_attention}
+_PAGED_ATTENTION: Mapping[Backend, Callable[..., Any]] = {
+    "gpu": _gpu_paged_attention,
+    "xla": xla.paged_attention,
+}
 
 # What the platform that is lowered for runs with backend="auto"; any other runs xla.
 _PLATFORM_BACKENDS: Mapping[str, Backend] = {"tpu": "tpu", "cuda": "gpu"}

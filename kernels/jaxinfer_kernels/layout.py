@@ -79,7 +79,7 @@ class AttentionMetadata:
 
 def kv_pages_shape(
     num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, backend: Backend = "xla"
-) -> tuple[int, int, int, int]:
+) -> tuple[int, ...]:
     """Shape of one layer's `KVPages.data`.
 
     xla: [num_pages, 2K, page_size, H], K in even rows and V in odd ones. Heads come before positions
@@ -87,12 +87,17 @@ def kv_pages_shape(
     positions first, XLA on the CPU spends more time transposing the gathered pages than multiplying
     them.
 
+    gpu: [num_pages, K, page_size, 2, H up to a multiple of 64], a token's K and V side by side, so that
+    one TMA copy brings a head's page in rows that wgmma's swizzled tiles divide.
+
     Raises:
       ValueError: the backend has no layout.
     """
-    if backend != "xla":
-        raise ValueError(f"backend={backend!r} has no layout of KV pages; 'xla' has")
-    return (num_pages, 2 * num_kv_heads, page_size, head_dim)
+    if backend == "xla":
+        return (num_pages, 2 * num_kv_heads, page_size, head_dim)
+    if backend == "gpu":
+        return (num_pages, num_kv_heads, page_size, 2, -(-head_dim // 64) * 64)
+    raise ValueError(f"backend={backend!r} has no layout of KV pages; 'gpu' and 'xla' have")
 
 
 def create_kv_pages(
@@ -143,7 +148,11 @@ def create_mla_pages(
 def pack_kv_pages(numbers: jax.Array, scales: jax.Array | None, backend: Backend = "xla") -> KVPages:
     """Numbers [num_pages, 2K, page_size, H] (K in even rows) in one of KV_DTYPES, in a backend's layout."""
     num_pages, num_rows, page_size, head_dim = numbers.shape
-    kv_pages_shape(num_pages, page_size, num_rows // 2, head_dim, backend)  # raises where there is none
+    shape = kv_pages_shape(num_pages, page_size, num_rows // 2, head_dim, backend)
+    if backend == "gpu":
+        numbers = numbers.reshape(num_pages, num_rows // 2, 2, page_size, head_dim).swapaxes(2, 3)
+        padding = [(0, size - had) for size, had in zip(shape, numbers.shape, strict=True)]
+        return KVPages(jnp.pad(numbers, padding), scales)
     name = numbers.dtype.name
     return KVPages(jax.lax.bitcast_convert_type(numbers, _XLA_STORAGE.get(name, name)), scales)
 
@@ -152,7 +161,11 @@ def unpack_kv_pages(
     kv_pages: KVPages, num_kv_heads: int, head_dim: int, backend: Backend = "xla"
 ) -> jax.Array:
     """The numbers that `pack_kv_pages` takes, not yet multiplied by their scales."""
-    kv_pages_shape(kv_pages.data.shape[0], kv_pages.page_size, num_kv_heads, head_dim, backend)
+    num_pages, page_size = kv_pages.data.shape[0], kv_pages.page_size
+    kv_pages_shape(num_pages, page_size, num_kv_heads, head_dim, backend)
+    if backend == "gpu":
+        numbers = kv_pages.data[..., :head_dim].swapaxes(2, 3)
+        return numbers.reshape(num_pages, 2 * num_kv_heads, page_size, head_dim)
     return jax.lax.bitcast_convert_type(kv_pages.data, kv_pages.dtype)
 
 
@@ -172,9 +185,10 @@ def prefill_tile_tokens(backend: Backend = "xla") -> int:
     Raises:
       ValueError: the backend has no such number.
     """
-    if backend != "xla":
-        raise ValueError(f"backend={backend!r} has no prefill tile; 'xla' has")
-    return 32
+    tiles = {"gpu": 128, "xla": 32}
+    if backend not in tiles:
+        raise ValueError(f"backend={backend!r} has no prefill tile; 'gpu' and 'xla' have")
+    return tiles[backend]
 
 
 def first_seen(positions: jax.Array, sliding_window: int | None, attention_chunk: int | None) -> jax.Array:

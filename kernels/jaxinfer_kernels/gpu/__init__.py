@@ -1,0 +1,1 @@
+"""Paged attention for NVIDIA GPUs of the Hopper generation, in Pallas's Mosaic GPU dialect."""

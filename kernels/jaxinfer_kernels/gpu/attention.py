@@ -1,0 +1,133 @@
+"""The gpu backend of paged attention: writes the step's keys and values, then runs the Hopper kernels.
+
+Pages are [num_pages, K, page_size, 2, H] with H up to a multiple of 64, the width of wgmma's swizzled
+tiles: a token's key and value lie side by side, so that one TMA copy brings a page of one head.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer_kernels.gpu.common import MMA_ROWS, SWIZZLE_BYTES, Logits, Visibility
+from jaxinfer_kernels.gpu.decode import TILE_TOKENS, decode_attention
+from jaxinfer_kernels.gpu.prefill import prefill_attention
+from jaxinfer_kernels.layout import AttentionMetadata, KVPages
+from jaxinfer_kernels.quantize import quantize
+
+NUM_SMS = 132  # of an H100 SXM and an H200: blocks that run at once, to a small factor
+SMEM_BYTES = 227 * 1024  # that one block may have; an SM has one KiB more, and a block costs one
+MAX_STAGES = 4
+
+
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_pages: KVPages,
+    metadata: AttentionMetadata,
+    sinks: jax.Array | None,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    attention_chunk: int | None,
+    soft_cap: float | None,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array, KVPages]:
+    """See `api.paged_attention`: outputs [T, N, H], log-sum-exps [T, N] and the pages.
+
+    Raises:
+      ValueError: what the kernels do not support, by the argument's name.
+    """
+    _check(q, k, kv_pages, metadata)
+    kv_pages = write_kv(kv_pages, k, v, metadata.kv_write_index)
+    num_pages, num_kv_heads, page_size, _, head_dim = kv_pages.data.shape
+    pages = kv_pages.data.reshape(num_pages, num_kv_heads, page_size, 2 * head_dim)
+    visibility = Visibility(sliding_window, attention_chunk)
+    shared: dict[str, Any] = dict(
+        logits=Logits(scale, soft_cap), visibility=visibility, sinks=sinks, interpret=interpret
+    )
+    outputs: list[tuple[jax.Array, jax.Array]] = []
+    row = 0
+    if metadata.decode is not None:
+        row = metadata.decode.start.shape[0]
+        num_blocks, num_stages = decode_launch(head_dim, q.shape[1] // num_kv_heads)
+        num_blocks = 2 if interpret else num_blocks  # interpreted blocks run one after the other
+        decode = partial(decode_attention, num_blocks=num_blocks, num_stages=num_stages, **shared)
+        outputs.append(decode(q[:row], pages, metadata.decode))
+    if metadata.prefill is not None:
+        kv_tile, num_stages = prefill_launch(head_dim, page_size, visibility)
+        prefill = partial(prefill_attention, kv_tile_tokens=kv_tile, num_stages=num_stages, **shared)
+        outputs.append(prefill(q[row:], pages, metadata.prefill))
+    out, lse = outputs[0]
+    if len(outputs) > 1:
+        out, lse = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+    return out, lse, kv_pages
+
+
+def write_kv(kv_pages: KVPages, k: jax.Array, v: jax.Array, kv_write_index: jax.Array) -> KVPages:
+    """Writes k and v [T, K, H] into the pages, in place where they are donated; quantises where they are."""
+    page_size, padding = kv_pages.page_size, kv_pages.data.shape[-1] - k.shape[-1]
+    if kv_write_index.shape[0] == 1:
+        # XLA turns a scatter of one index into a slice update before which it copies all the pages.
+        kv_write_index, k, v = (jnp.concatenate([x, x]) for x in (kv_write_index, k, v))
+    kv = jnp.pad(jnp.stack([k, v], axis=2), ((0, 0), (0, 0), (0, 0), (0, padding)))  # [T, K, 2, H]
+    at = (kv_write_index // page_size, slice(None), kv_write_index % page_size)
+    scales = kv_pages.scales
+    if scales is not None:
+        kv, new_scales = quantize(kv, kv_pages.dtype)
+        scales = scales.at[at].set(new_scales.reshape(len(kv), -1), mode="promise_in_bounds")
+    data = kv_pages.data.at[at].set(kv.astype(kv_pages.data.dtype), mode="promise_in_bounds")
+    return KVPages(data, scales)
+
+
+def decode_launch(head_dim: int, group: int) -> tuple[int, int]:
+    """Blocks and stages of the decode kernel: two blocks an SM where each has three stages, or one."""
+    columns = -(-group // 8) * 8
+    stage = 2 * TILE_TOKENS * head_dim * 2
+    rest = columns * (2 * head_dim * 2 + TILE_TOKENS * 2 + head_dim * 4) + 4096
+    for blocks in (2, 1):
+        stages = (SMEM_BYTES // blocks - 1024 - rest) // stage
+        if stages >= 3:
+            break
+    return blocks * NUM_SMS, min(stages, MAX_STAGES)
+
+
+def prefill_launch(head_dim: int, page_size: int, visibility: Visibility) -> tuple[int, int]:
+    """Positions a tile of KV and stages of the prefill kernel.
+
+    Large tiles wait less often; small ones compute less beyond the edge of a window, and leave room
+    for stages where heads are wide.
+    """
+    wide = head_dim > 128 or visibility.limit(1024) < 1024 or (128 % page_size and page_size % 128)
+    kv_tile = 64 if wide else 128
+    rest = 2 * MMA_ROWS * (head_dim * 2 + 4) + 1024
+    return kv_tile, min((SMEM_BYTES - rest) // (2 * kv_tile * head_dim * 2), MAX_STAGES)
+
+
+def _check(q: jax.Array, k: jax.Array, kv_pages: KVPages, metadata: AttentionMetadata) -> None:
+    """Raises ValueError for what the Hopper kernels do not have."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(f"q ({q.dtype}) must be bfloat16 or float16 for backend='gpu': wgmma has no float32")
+    if kv_pages.data.dtype != q.dtype:
+        raise ValueError(f"kv_pages.data ({kv_pages.data.dtype}) must be q's {q.dtype} for backend='gpu'")
+    if kv_pages.page_size % 8:
+        raise ValueError(f"page_size={kv_pages.page_size} must be a multiple of 8 for backend='gpu'")
+    if kv_pages.data.shape[-1] > 256:
+        raise ValueError(f"k{k.shape} must have a head_dim of 256 at most for backend='gpu'")
+    num_rows = q.shape[0]
+    if metadata.prefill is not None:
+        if metadata.decode is not None:
+            num_rows -= metadata.decode.start.shape[0]
+        tile = num_rows // metadata.prefill.start.shape[0]
+        if tile not in (MMA_ROWS, 2 * MMA_ROWS):
+            raise ValueError(f"metadata.prefill has tiles of {tile} rows; backend='gpu' takes 64 or 128")
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The head_dim of the pages: whole swizzled tiles of two-byte numbers."""
+    columns = SWIZZLE_BYTES // 2
+    return -(-head_dim // columns) * columns

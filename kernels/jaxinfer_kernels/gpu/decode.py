@@ -1,0 +1,356 @@
+"""Decode: one query a sequence against its pages, split over the chip and merged.
+
+Memory-bound, so everything serves the stream of pages. A persistent grid takes work items (one split of
+one sequence, one KV head) from a list made once a step; in each block a producer warpgroup copies pages
+by TMA into a ring of stages, across the borders of items, while one warpgroup computes. The tile of KV
+sits on wgmma's M side (64 rows) and the group's queries on its N side, of which 8 suffice.
+
+Splits (Dao et al., Flash-Decoding, 2023) start at multiples of their size from the first visible
+tile, and their size follows from the visible length alone: results do not depend on the batch.
+
+Dims: R sequences, N query heads, K kv heads, G queries a kv head, n = G up to a multiple of 8,
+H head_dim of the pages, S splits a sequence at most, I = R * S work items.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxinfer_kernels.gpu.common import (
+    LOG2E,
+    MASKED,
+    MMA_ROWS,
+    Logits,
+    Ref,
+    TileOfKV,
+    Visibility,
+    ceil_div,
+    clear_unseen,
+    compiler_params,
+    copy_tile,
+    interpret_params,
+    pages_a_tile,
+    row_positions,
+    tiled_smem,
+)
+from jaxinfer_kernels.layout import QueryTiles
+
+TILE_TOKENS = MMA_ROWS
+MAX_SPLITS = 16
+MIN_SPLIT_TOKENS = 512  # the results of smaller ones are too large a part of what is moved
+
+
+def decode_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    tiles: QueryTiles,
+    *,
+    logits: Logits,
+    visibility: Visibility,
+    sinks: jax.Array | None,
+    num_blocks: int,
+    num_stages: int,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """q [R, N, H], one query a sequence -> outputs [R, N, H] and natural log-sum-exps [R, N] f32."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = kv_pages.shape[1]
+    group = num_heads // num_kv_heads
+    padding = (-group % 8, kv_pages.shape[3] // 2 - head_dim)
+    queries = q.reshape(num_rows, num_kv_heads, group, head_dim)
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padding[0]), (0, padding[1])))
+    work = make_work_list(tiles.kv_len, tiles.page_table.shape[1] * kv_pages.shape[2], visibility)
+    kernel = _Decode(logits, visibility, num_kv_heads, kv_pages.shape[2], num_blocks, num_stages, interpret)
+    partial_out, partial_lse = kernel(queries, kv_pages, tiles, work)
+    return merge_splits(partial_out, partial_lse, work, sinks, q)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WorkList:
+    """Splits in the order of their sequences; the first `num_items` count. Positions are the sequence's."""
+
+    num_items: jax.Array  # [1] i32
+    row: jax.Array  # [I] i32
+    begin: jax.Array  # [I] i32, a multiple of the tile
+    end: jax.Array  # [I] i32, a multiple of the tile or the sequence's length
+    first_item: jax.Array  # [R] i32
+    num_splits: jax.Array  # [R] i32; 0 for a row of padding
+
+
+def make_work_list(kv_len: jax.Array, max_tokens: int, visibility: Visibility) -> WorkList:
+    """Splits the visible part of each sequence of kv_len [R] positions, max_tokens of them at most.
+
+    A split is MIN_SPLIT_TOKENS positions, doubled until MAX_SPLITS of them hold the visible part.
+    """
+    visible_limit = min(max_tokens, visibility.limit(max_tokens) + TILE_TOKENS - 1)
+    first = visibility.first(jnp.maximum(kv_len - 1, 0)) // TILE_TOKENS * TILE_TOKENS
+    visible = kv_len - first
+    size = MIN_SPLIT_TOKENS
+    sizes = jnp.full_like(kv_len, size)
+    while size * MAX_SPLITS < visible_limit:
+        sizes = jnp.where(visible > size * MAX_SPLITS, 2 * size, sizes)
+        size *= 2
+    num_splits = (visible + sizes - 1) // sizes  # 0 where the length is 0
+    ends = jnp.cumsum(num_splits)
+    items = jnp.arange(kv_len.shape[0] * min(MAX_SPLITS, -(-visible_limit // MIN_SPLIT_TOKENS)))
+    row = jnp.searchsorted(ends, items, side="right", method="compare_all")
+    row = jnp.minimum(row, kv_len.shape[0] - 1).astype(jnp.int32)
+    first_item = ends - num_splits
+    begin = (first[row] + (items - first_item[row]) * sizes[row]).astype(jnp.int32)
+    end = jnp.minimum(begin + sizes[row], kv_len[row])
+    return WorkList(ends[-1:], row, begin, end, first_item, num_splits)
+
+
+@dataclass(frozen=True)
+class _Refs:
+    """The kernel's operands, results and scratch, as `plgpu.kernel` hands them over."""
+
+    q: Ref  # [R, K, n, H]
+    kv_pages: Ref
+    page_table: Ref
+    kv_len: Ref
+    num_items: Ref
+    rows: Ref
+    begins: Ref
+    ends: Ref
+    out: Ref
+    lse: Ref
+    q_smem: Ref  # [2, n, H]
+    kv_smem: Ref  # [stages, tile, 2H]
+    weights_smem: Ref  # [n, tile]
+    out_smem: Ref  # [H, n]
+    lse_smem: Ref  # [n]
+    q_ready: Ref  # two barriers
+    q_consumed: Ref
+    kv_ready: Ref  # a barrier a stage
+    kv_consumed: Ref
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One split of one sequence and one KV head, as kernel scalars. Positions are of the sequence."""
+
+    split: Any  # its index in the work list
+    row: Any
+    head: Any
+    begin: Any
+    num_tiles: Any
+    first: Any  # the first position that the query sees
+    length: Any
+    q_slot: Any
+
+    def tile(self, index: Any) -> TileOfKV:
+        return TileOfKV(self.row, self.head, self.begin + index * TILE_TOKENS, self.first, self.length)
+
+
+@dataclass(frozen=True)
+class _Decode:
+    logits: Logits
+    visibility: Visibility
+    num_kv_heads: int
+    page_size: int
+    num_blocks: int
+    num_stages: int
+    interpret: bool
+
+    def __call__(
+        self, q: jax.Array, kv_pages: jax.Array, tiles: QueryTiles, work: WorkList
+    ) -> tuple[jax.Array, jax.Array]:
+        """q [R, K, n, H] -> normalised outputs [I, K, H, n] f32 and base-2 log-sum-exps [I, K, n]."""
+        num_items, (columns, head_dim), stages = work.row.shape[0], q.shape[2:], self.num_stages
+        copies = pages_a_tile(TILE_TOKENS, self.page_size)
+        run = plgpu.kernel(
+            self._body,
+            out_type=(
+                jax.ShapeDtypeStruct((num_items, self.num_kv_heads, head_dim, columns), jnp.float32),
+                jax.ShapeDtypeStruct((num_items, self.num_kv_heads, columns), jnp.float32),
+            ),
+            scratch_types=dict(
+                q_smem=tiled_smem((2, columns, head_dim), q.dtype),
+                kv_smem=tiled_smem((stages, TILE_TOKENS, 2 * head_dim), q.dtype),
+                weights_smem=tiled_smem((columns, TILE_TOKENS), q.dtype),
+                out_smem=plgpu.SMEM((head_dim, columns), jnp.float32),
+                lse_smem=plgpu.SMEM((columns,), jnp.float32),
+                q_ready=plgpu.Barrier(num_barriers=2),
+                q_consumed=plgpu.Barrier(num_barriers=2),
+                kv_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+                kv_consumed=plgpu.Barrier(num_barriers=stages),
+            ),
+            grid=(self.num_blocks,),
+            grid_names=("block",),
+            num_threads=2,
+            thread_name="warpgroup",
+            kernel_name="paged_attention_decode",
+            compiler_params=compiler_params(reduction_scratch_bytes=2048),
+            interpret=interpret_params(self.interpret),
+        )
+        return run(
+            q, kv_pages, tiles.page_table, tiles.kv_len, work.num_items, work.row, work.begin, work.end
+        )
+
+    def _body(self, *refs: Ref, **scratch: Ref) -> None:
+        r = _Refs(*refs, **scratch)
+        left = r.num_items[0] * self.num_kv_heads - lax.axis_index("block")
+        num_items = ceil_div(jnp.maximum(left, 0), self.num_blocks)  # items are dealt in turn
+        for warpgroup, part in enumerate((self._attend_item, self._fetch_item)):
+
+            @pl.when(lax.axis_index("warpgroup") == warpgroup)
+            def _(part: Any = part) -> None:
+                lax.fori_loop(0, num_items, lambda index, step: part(r, index, step), jnp.int32(0))
+
+        # The last results must have left the shared memory before the block ends.
+        plgpu.wait_smem_to_gmem(0)
+
+    def _item(self, r: _Refs, index: Any) -> _Item:
+        """The block's item of this index; heads of one split are neighbours in the grid."""
+        flat = lax.axis_index("block") + index * self.num_blocks
+        split = lax.div(flat, jnp.int32(self.num_kv_heads))
+        row, begin = r.rows[split], r.begins[split]
+        length = r.kv_len[row]
+        return _Item(
+            split=split,
+            row=row,
+            head=flat - split * self.num_kv_heads,
+            begin=begin,
+            num_tiles=ceil_div(r.ends[split] - begin, TILE_TOKENS),
+            first=self.visibility.first(length - 1),
+            length=length,
+            q_slot=lax.rem(index, jnp.int32(2)),
+        )
+
+    def _fetch_item(self, r: _Refs, index: Any, step: Any) -> Any:
+        """Starts the copies of one item. `step` counts the block's tiles; returns the next one's."""
+        item = self._item(r, index)
+
+        @pl.when(index >= 2)
+        def _() -> None:
+            plgpu.barrier_wait(r.q_consumed.at[item.q_slot])
+
+        plgpu.copy_gmem_to_smem(
+            r.q.at[item.row, item.head], r.q_smem.at[item.q_slot], r.q_ready.at[item.q_slot]
+        )
+
+        def fetch(tile: Any, step: Any) -> Any:
+            stage = lax.rem(step, jnp.int32(self.num_stages))
+
+            @pl.when(step >= self.num_stages)
+            def _() -> None:
+                plgpu.barrier_wait(r.kv_consumed.at[stage])
+
+            smem, ready = r.kv_smem.at[stage], r.kv_ready.at[stage]
+            copy_tile(r.kv_pages, r.page_table, item.tile(tile), smem, ready)
+            return step + 1
+
+        return lax.fori_loop(0, item.num_tiles, fetch, step)
+
+    def _attend_item(self, r: _Refs, index: Any, step: Any) -> Any:
+        """Attends to one item's tiles and stores its part of the output. See `_fetch_item`."""
+        item = self._item(r, index)
+        columns, head_dim = r.q_smem.shape[1:]
+        plgpu.barrier_wait(r.q_ready.at[item.q_slot])
+        by_column = plgpu.Layout.WGMMA.reduce(0)
+        carry = (
+            step,
+            plgpu.layout_cast(jnp.full((columns,), -jnp.inf, jnp.float32), by_column),
+            plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), by_column),
+            plgpu.layout_cast(jnp.zeros((head_dim, columns), jnp.float32), plgpu.Layout.WGMMA),
+        )
+        step, maximum, total, acc = lax.fori_loop(
+            0, item.num_tiles, lambda tile, carry: self._attend_tile(r, item, tile, carry), carry
+        )
+        plgpu.barrier_arrive(r.q_consumed.at[item.q_slot])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        r.out_smem[...] = acc / lax.broadcast_in_dim(total, acc.shape, [1])
+        r.lse_smem[...] = maximum + jnp.log2(total)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(r.out_smem, r.out.at[item.split, item.head])
+        plgpu.copy_smem_to_gmem(r.lse_smem, r.lse.at[item.split, item.head])
+        return step
+
+    def _attend_tile(self, r: _Refs, item: _Item, tile: Any, carry: Any) -> Any:
+        """One step of the online softmax (Milakov and Gimelshein, arXiv 1805.02867), transposed."""
+        step, maximum, total, acc = carry
+        stage = lax.rem(step, jnp.int32(self.num_stages))
+        place = item.tile(tile)
+        shape = (TILE_TOKENS, r.q_smem.shape[1])
+        head_dim = r.q_smem.shape[2]
+        keys = r.kv_smem.at[stage, :, pl.ds(0, head_dim)]
+        values = r.kv_smem.at[stage, :, pl.ds(head_dim, head_dim)]
+        plgpu.barrier_wait(r.kv_ready.at[stage])
+
+        def multiply_keys(ref: Ref) -> jax.Array:
+            plgpu.wgmma(ref, keys, r.q_smem.at[item.q_slot].T)
+            return ref[...]
+
+        logits = self.logits(pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)))
+        positions = row_positions(shape, 0, place.position)
+        logits = jnp.where((positions >= item.first) & (positions < item.length), logits, MASKED)
+        new_maximum = jnp.maximum(maximum, logits.max(axis=0))
+        weights = jnp.exp2(logits - lax.broadcast_in_dim(new_maximum, shape, [1]))
+        rescale = jnp.exp2(maximum - new_maximum)
+        total = total * rescale + weights.sum(axis=0)
+        weights = plgpu.layout_cast(weights.astype(r.weights_smem.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        r.weights_smem.T[...] = weights
+
+        @pl.when(jnp.logical_not(place.is_whole(TILE_TOKENS)))
+        def _() -> None:
+            clear_unseen(values, place)
+
+        plgpu.commit_smem()
+
+        def multiply_values(ref: Ref) -> jax.Array:
+            plgpu.wgmma(ref, values.T, r.weights_smem.T)
+            return ref[...]
+
+        weighted = pl.run_scoped(multiply_values, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))
+        plgpu.barrier_arrive(r.kv_consumed.at[stage])
+        acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [1]) + weighted
+        return step + 1, new_maximum, total, acc
+
+
+def merge_splits(
+    partial_out: jax.Array, partial_lse: jax.Array, work: WorkList, sinks: jax.Array | None, q: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Joins each sequence's splits, one after the other so that the sum's order is fixed.
+
+    Args:
+      partial_out: [I, K, H, n] f32, each split's own softmax applied.
+      partial_lse: [I, K, n] f32, base 2.
+      work: the splits.
+      sinks: [N] logits that take weight and give no value, or None.
+      q: [R, N, H], for its shape and dtype.
+
+    Returns:
+      [R, N, H] outputs, zeros in rows of padding, and natural log-sum-exps [R, N].
+    """
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = partial_out.shape[1]
+    group = num_heads // num_kv_heads
+    partial_out = partial_out[:, :, :head_dim, :group].swapaxes(2, 3)
+    splits = range(partial_out.shape[0] // num_rows)
+    used = [(split < work.num_splits)[:, None, None] for split in splits]
+    items = [jnp.where(split < work.num_splits, work.first_item + split, 0) for split in splits]
+    lses = [jnp.where(used[s], partial_lse[items[s], :, :group], MASKED) for s in splits]  # [R, K, G]
+    maximum = jnp.stack(lses).max(0)
+    total = jnp.zeros_like(maximum)
+    if sinks is not None:
+        sink = (sinks.astype(jnp.float32) * LOG2E).reshape(num_kv_heads, group)
+        maximum = jnp.maximum(maximum, sink)
+        total = jnp.exp2(sink - maximum)
+    out = jnp.zeros((num_rows, num_kv_heads, group, head_dim), jnp.float32)
+    for split in splits:
+        weight = jnp.where(used[split], jnp.exp2(lses[split] - maximum), 0)
+        total += weight
+        # Where, since what no split has written may be NaN.
+        out += jnp.where(used[split][..., None], weight[..., None] * partial_out[items[split]], 0)
+    out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    lse = (maximum + jnp.log2(total)) / LOG2E
+    return out.reshape(q.shape).astype(q.dtype), lse.reshape(num_rows, num_heads)

@@ -1,0 +1,345 @@
+"""Prefill: tiles of 64 or 128 queries of one sequence against its pages (FlashAttention 3's shape).
+
+A block takes one tile of queries of one head. Each of its one or two compute warpgroups owns 64 rows,
+and a producer warpgroup streams K and V by TMA through a ring of stages. Tiles of KV that none of a
+warpgroup's rows see are skipped; masks are applied only where an edge (the diagonal, a window's or a
+chunk's start) crosses the tile. The heads of a group run side by side, so that L2 serves their pages.
+
+Tiles of KV start at multiples of their size, and a tile of which a row sees nothing leaves the row
+as it was: results depend neither on the chunk nor on the query's place in its tile.
+
+Dims: R query tiles of B rows, N query heads, K kv heads, H head_dim of the pages, T = R * B rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxinfer_kernels.gpu.common import (
+    LOG2E,
+    MASKED,
+    MMA_ROWS,
+    Logits,
+    Ref,
+    TileOfKV,
+    Visibility,
+    ceil_div,
+    clear_unseen,
+    compiler_params,
+    copy_tile,
+    interpret_params,
+    pages_a_tile,
+    row_positions,
+    tiled_smem,
+)
+from jaxinfer_kernels.layout import QueryTiles
+
+PREFILL_TILE_TOKENS = 128  # two warpgroups of 64 rows
+
+
+def prefill_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    tiles: QueryTiles,
+    *,
+    logits: Logits,
+    visibility: Visibility,
+    sinks: jax.Array | None,
+    kv_tile_tokens: int,
+    num_stages: int,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """q [T, N, H] in tiles of T / R rows -> outputs [T, N, H] and natural log-sum-exps [T, N] f32."""
+    num_rows, num_heads, head_dim = q.shape
+    kernel = _Prefill(
+        logits=logits,
+        visibility=visibility,
+        group=num_heads // kv_pages.shape[1],
+        page_size=kv_pages.shape[2],
+        kv_tile=kv_tile_tokens,
+        num_stages=num_stages,
+        num_warpgroups=num_rows // tiles.start.shape[0] // MMA_ROWS,
+        interpret=interpret,
+    )
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, kv_pages.shape[3] // 2 - head_dim)))
+    if sinks is None:
+        sinks = jnp.full((num_heads,), MASKED, jnp.float32)
+    out, lse = kernel(q, kv_pages, tiles, sinks.astype(jnp.float32))
+    return out[..., :head_dim], lse.T
+
+
+@dataclass(frozen=True)
+class _Refs:
+    """The kernel's operands, results and scratch, as `plgpu.kernel` hands them over."""
+
+    q: Ref
+    kv_pages: Ref
+    page_table: Ref
+    start: Ref
+    kv_len: Ref
+    sinks: Ref
+    out: Ref
+    lse: Ref
+    q_smem: Ref  # [warpgroups, 64, H]; the outputs leave through it
+    kv_smem: Ref  # [stages, kv_tile, 2H]
+    lse_smem: Ref  # [warpgroups, 64]
+    q_ready: Ref  # a barrier a warpgroup
+    kv_ready: Ref  # a barrier a stage
+    kv_landed: Ref  # one barrier: a tile has come, but wants clearing
+    kv_consumed: Ref
+    weights_smem: Ref = None  # [warpgroups, 64, kv_tile], interpreted only
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One block's part of the work, as kernel scalars. Positions are of the sequence."""
+
+    tile: Any
+    head: Any
+    start: Any  # of the first query
+    length: Any
+    first: Any  # the first position that any query sees
+    begin: Any  # of the first tile of KV
+    num_tiles: Any
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    logits: Logits
+    visibility: Visibility
+    group: int
+    page_size: int
+    kv_tile: int
+    num_stages: int
+    num_warpgroups: int
+    interpret: bool
+
+    def __call__(
+        self, q: jax.Array, kv_pages: jax.Array, tiles: QueryTiles, sinks: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """q [T, N, H] -> outputs [T, N, H] and log-sum-exps [N, T]."""
+        num_rows, num_heads, head_dim = q.shape
+        stages, warpgroups = self.num_stages, self.num_warpgroups
+        copies = pages_a_tile(self.kv_tile, self.page_size)
+        scratch_types = dict(
+            q_smem=tiled_smem((warpgroups, MMA_ROWS, head_dim), q.dtype),
+            kv_smem=tiled_smem((stages, self.kv_tile, 2 * head_dim), q.dtype),
+            lse_smem=plgpu.SMEM((warpgroups, MMA_ROWS), jnp.float32),
+            q_ready=plgpu.Barrier(num_barriers=warpgroups),
+            kv_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            kv_landed=plgpu.Barrier(num_arrivals=copies),
+            kv_consumed=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        )
+        if self.interpret:
+            scratch_types["weights_smem"] = tiled_smem((warpgroups, MMA_ROWS, self.kv_tile), q.dtype)
+        run = plgpu.kernel(
+            self._body,
+            out_type=(
+                jax.ShapeDtypeStruct(q.shape, q.dtype),
+                jax.ShapeDtypeStruct((num_heads, num_rows), jnp.float32),
+            ),
+            scratch_types=scratch_types,
+            grid=(num_heads, tiles.start.shape[0]),
+            grid_names=("head", "tile"),
+            num_threads=warpgroups + 1,
+            thread_name="warpgroup",
+            kernel_name="paged_attention_prefill",
+            compiler_params=compiler_params(reduction_scratch_bytes=0),
+            interpret=interpret_params(self.interpret),
+        )
+        return run(q, kv_pages, tiles.page_table, tiles.start, tiles.kv_len, sinks)
+
+    def _body(self, *refs: Ref, **scratch: Ref) -> None:
+        r = _Refs(*refs, **scratch)
+        tile = lax.axis_index("tile")
+        start, length = r.start[tile], r.kv_len[tile]
+        first = self.visibility.first(start)
+        begin = first - lax.rem(first, jnp.int32(self.kv_tile))
+        block = _Block(
+            tile=tile,
+            head=lax.axis_index("head"),
+            start=start,
+            length=length,
+            first=first,
+            begin=begin,
+            num_tiles=ceil_div(jnp.maximum(length - begin, 0), self.kv_tile),
+        )
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == self.num_warpgroups)
+        def _() -> None:
+            self._produce(r, block)
+
+        @pl.when(warpgroup < self.num_warpgroups)
+        def _() -> None:
+            self._consume(r, block, warpgroup)
+
+    def _produce(self, r: _Refs, block: _Block) -> None:
+        """Streams the block's tiles of K and V into the stages, as they become free."""
+        plgpu.set_max_registers(40, action="decrease")
+        kv_head = lax.div(block.head, jnp.int32(self.group))
+
+        def fetch(index: Any, _: None) -> None:
+            stage = lax.rem(index, jnp.int32(self.num_stages))
+            position = block.begin + index * self.kv_tile
+            tile = TileOfKV(block.tile, kv_head, position, block.first, block.length)
+            smem, ready = r.kv_smem.at[stage], r.kv_ready.at[stage]
+
+            @pl.when(index >= self.num_stages)
+            def _() -> None:
+                plgpu.barrier_wait(r.kv_consumed.at[stage])
+
+            @pl.when(tile.is_whole(self.kv_tile))
+            def _() -> None:
+                copy_tile(r.kv_pages, r.page_table, tile, smem, ready)
+
+            @pl.when(jnp.logical_not(tile.is_whole(self.kv_tile)))
+            def _() -> None:
+                copy_tile(r.kv_pages, r.page_table, tile, smem, r.kv_landed)
+                plgpu.barrier_wait(r.kv_landed)
+                head_dim = r.q_smem.shape[2]
+                clear_unseen(smem.at[:, pl.ds(head_dim, head_dim)], tile)
+                plgpu.commit_smem()
+                for _ in range(pages_a_tile(self.kv_tile, self.page_size)):
+                    plgpu.barrier_arrive(ready)
+
+        lax.fori_loop(0, block.num_tiles, fetch, None)
+
+    def _consume(self, r: _Refs, block: _Block, warpgroup: Any) -> None:
+        """Attends the warpgroup's 64 rows to the tiles that they see."""
+        plgpu.set_max_registers(232, action="increase")
+        head_dim = r.q_smem.shape[2]
+        rows = pl.ds(block.tile * (self.num_warpgroups * MMA_ROWS) + warpgroup * MMA_ROWS, MMA_ROWS)
+        q_smem, lse_smem = r.q_smem.at[warpgroup], r.lse_smem.at[warpgroup]
+        plgpu.copy_gmem_to_smem(r.q.at[rows, block.head], q_smem, r.q_ready.at[warpgroup])
+        plgpu.barrier_wait(r.q_ready.at[warpgroup])
+
+        by_row = plgpu.Layout.WGMMA.reduce(1)
+        carry = (
+            plgpu.layout_cast(jnp.full((MMA_ROWS,), -jnp.inf, jnp.float32), by_row),
+            plgpu.layout_cast(jnp.zeros((MMA_ROWS,), jnp.float32), by_row),
+            plgpu.layout_cast(jnp.zeros((MMA_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+        )
+        maximum, total, acc = self._attend_tiles(r, block, warpgroup, carry)
+
+        sink = r.sinks[block.head] * LOG2E
+        final = jnp.maximum(maximum, sink)
+        rescale = jnp.exp2(maximum - final)
+        total = total * rescale + jnp.exp2(sink - final)
+        # A warpgroup of padding alone has seen nothing.
+        factor = rescale / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+        q_smem[...] = (acc * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(q_smem.dtype)
+        lse_smem[...] = final / LOG2E + jnp.log(total)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_smem, r.out.at[rows, block.head])
+        plgpu.copy_smem_to_gmem(lse_smem, r.lse.at[block.head, rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    def _attend_tiles(self, r: _Refs, block: _Block, warpgroup: Any, carry: Any) -> Any:
+        """Runs the block's tiles: released unseen, then masked, whole, masked, released again."""
+        top = block.start + warpgroup * MMA_ROWS
+        masked, whole, diagonal, end = seen_tiles(
+            self.visibility, self.kv_tile, block.begin, top, jnp.minimum(top + MMA_ROWS, block.length)
+        )
+
+        def release(index: Any, _: None) -> None:
+            stage = lax.rem(index, jnp.int32(self.num_stages))
+            # Waiting keeps the warpgroups within one round of each other, as the barriers' counts need.
+            plgpu.barrier_wait(r.kv_ready.at[stage])
+            plgpu.barrier_arrive(r.kv_consumed.at[stage])
+
+        def attend(mask: bool) -> Any:
+            return lambda index, carry: self._attend_tile(r, block, warpgroup, top, index, carry, mask)
+
+        if self.visibility != Visibility(None, None):
+            lax.fori_loop(0, masked, release, None)
+            carry = lax.fori_loop(masked, whole, attend(True), carry)
+        carry = lax.fori_loop(whole, diagonal, attend(False), carry)
+        carry = lax.fori_loop(diagonal, end, attend(True), carry)
+        lax.fori_loop(end, block.num_tiles, release, None)
+        return carry
+
+    def _attend_tile(
+        self, r: _Refs, block: _Block, warpgroup: Any, top: Any, index: Any, carry: Any, mask: bool
+    ) -> Any:
+        """One step of the online softmax (Milakov and Gimelshein, arXiv 1805.02867)."""
+        maximum, total, acc = carry
+        stage = lax.rem(index, jnp.int32(self.num_stages))
+        shape, head_dim = (MMA_ROWS, self.kv_tile), acc.shape[1]
+        keys = r.kv_smem.at[stage, :, pl.ds(0, head_dim)]
+        values = r.kv_smem.at[stage, :, pl.ds(head_dim, head_dim)]
+        plgpu.barrier_wait(r.kv_ready.at[stage])
+
+        def multiply_keys(ref: Ref) -> jax.Array:
+            plgpu.wgmma(ref, r.q_smem.at[warpgroup], keys.T)
+            return ref[...]
+
+        logits = self.logits(pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)))
+        if mask:
+            queries = row_positions(shape, 0, top)
+            positions = row_positions(shape, 1, block.begin + index * self.kv_tile)
+            # The length matters to rows of padding, whose own positions lie past it.
+            seen = (positions <= queries) & (positions < block.length)
+            if self.visibility != Visibility(None, None):
+                seen &= positions >= self.visibility.first(queries)
+            logits = jnp.where(seen, logits, MASKED)
+        new_maximum = jnp.maximum(maximum, logits.max(axis=1))
+        weights = jnp.exp2(logits - lax.broadcast_in_dim(new_maximum, shape, [0]))
+        rescale = jnp.exp2(maximum - new_maximum)
+        total = total * rescale + weights.sum(axis=1)
+        acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [0])
+        acc = self._add_weighted(r, warpgroup, acc, weights.astype(r.kv_smem.dtype), values)
+        plgpu.barrier_arrive(r.kv_consumed.at[stage])
+        return new_maximum, total, acc
+
+    def _add_weighted(
+        self, r: _Refs, warpgroup: Any, acc: jax.Array, weights: jax.Array, values: Ref
+    ) -> jax.Array:
+        """acc + weights @ values, the weights in registers; jax interprets them in shared memory only."""
+        if not self.interpret:
+            accumulate: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))
+            return accumulate(plgpu.WGMMAAccumulatorRef.init(acc))
+        weights_smem = r.weights_smem.at[warpgroup]
+        weights_smem[...] = weights
+        plgpu.commit_smem()
+
+        def multiply(ref: Ref) -> jax.Array:
+            plgpu.wgmma(ref, weights_smem, values)
+            return ref[...]
+
+        shape = (MMA_ROWS, acc.shape[1])
+        return acc + pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
+def seen_tiles(
+    visibility: Visibility, kv_tile: int, begin: Any, top: Any, bottom: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Which tiles the 64 rows at positions from `top` see, of those that start at `begin`.
+
+    Args:
+      visibility: of the layer.
+      kv_tile: positions a tile.
+      begin: of the first tile; at most what the first row sees first.
+      top: position of the first row.
+      bottom: one past the last row that is no padding.
+
+    Returns:
+      The first tile that a row sees, the first that all see whole, the first that the diagonal
+      crosses, and one past the last; whole tiles may be none.
+    """
+
+    def tiles_before(position: Any) -> Any:
+        return lax.div(jnp.maximum(position - begin, 0), jnp.int32(kv_tile))
+
+    end = jnp.where(bottom > top, tiles_before(bottom + (kv_tile - 1)), 0)
+    first = jnp.minimum(tiles_before(visibility.first(top)), end)
+    whole = tiles_before(visibility.first(top + (MMA_ROWS - 1)) + (kv_tile - 1))
+    whole = jnp.clip(whole, first, end)
+    return first, whole, jnp.clip(tiles_before(top + 1), whole, end), end

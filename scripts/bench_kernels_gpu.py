@@ -1,0 +1,192 @@
+"""What CUDA's compiler makes of the Hopper kernels, and what they read and multiply; no GPU needed.
+
+    .venv/bin/python scripts/bench_kernels_gpu.py [--specs=llama-3.1-8b,qwen3-32b] [--json=FILE]
+
+Needs jax's CUDA plugin, and ptxas and nvdisasm: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt
+nvidia-cuda-nvcc nvidia-cuda-nvdisasm (the first two in jax's version). Compiles for an H100 (sm_90a).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import tempfile
+from typing import Any
+
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",  # what is compiled for no device cannot be read back
+    "MOSAIC_GPU_DUMP_PTXAS": "1",
+    "MOSAIC_GPU_DUMP_RESOURCES": "1",
+    "MOSAIC_GPU_DUMP_SASS": "1",
+}
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from jaxinfer_kernels import AttentionMetadata, QueryTiles, create_kv_pages, paged_attention
+from jaxinfer_kernels.gpu import attention, decode, prefill
+from jaxinfer_kernels.gpu.common import MMA_ROWS, Visibility
+from jaxinfer_kernels.specs import ATTENTION_SPECS, AttentionSpec
+
+# XLA's description of the device (GpuTargetConfigProto); the accelerated features make it sm_90a.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 device_memory_size: 84942979072
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+MAX_TOKENS = 8192
+THREADS = {"decode": 256, "prefill": 384}
+
+
+def step(spec: AttentionSpec, kind: str, kv_dtype: str) -> tuple[Any, ...]:
+    """Abstract arguments of 64 decodes or 4 tiles of prefill, and a pool for 64 sequences of 8192."""
+    shape = jax.ShapeDtypeStruct
+    num_tiles, width = {"decode": 64, "prefill": 4}[kind], MAX_TOKENS // spec.page_size
+    vector = shape((num_tiles,), jnp.int32)
+    tiles = QueryTiles(shape((num_tiles, width), jnp.int32), vector, vector)
+    num_rows = num_tiles * (1 if kind == "decode" else 128)
+    by_kind = (tiles, None) if kind == "decode" else (None, tiles)
+    metadata = AttentionMetadata(shape((num_rows,), jnp.int32), *by_kind)
+    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    sizes = (64 * width, spec.page_size, spec.num_kv_heads, spec.head_dim, kv_dtype, "gpu")
+    pages = jax.eval_shape(lambda: create_kv_pages(*sizes))  # type: ignore[arg-type]
+    sinks = shape((spec.num_heads,), jnp.float32) if spec.sinks else None
+    return (*(shape((num_rows, n, spec.head_dim), jnp.bfloat16) for n in heads), pages, metadata, sinks)
+
+
+def compile_step(spec: AttentionSpec, args: tuple[Any, ...]) -> tuple[Any, str]:
+    """The executable for an H100, and what the compilers wrote to stdout meanwhile."""
+    options = dict(
+        scale=spec.head_dim**-0.5,
+        sliding_window=spec.sliding_window,
+        attention_chunk=spec.attention_chunk,
+        soft_cap=spec.soft_cap,
+        backend="gpu",
+    )
+
+    def run(q: Any, k: Any, v: Any, pages: Any, metadata: Any, sinks: Any) -> Any:
+        return paged_attention(q, k, v, pages, metadata, sinks=sinks, **options)
+
+    target = dict(target_config=H100, topology="1x1x1")
+    device = topologies.get_topology_desc("h100", platform="cuda", **target).devices[0]
+    placed = SingleDeviceSharding(device)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
+    stdout = os.dup(1)
+    with tempfile.TemporaryFile("w+") as log:
+        os.dup2(log.fileno(), 1)
+        try:
+            traced = jax.jit(run, donate_argnums=3).trace(*args)
+            executable = traced.lower(lowering_platforms=("cuda",)).compile()
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
+        log.seek(0)
+        return executable, log.read()
+
+
+def report(spec: AttentionSpec, kind: str, kv_dtype: str, logs: dict[str, str]) -> dict[str, Any]:
+    """One row of the table. `logs` by kernel: the compiler is silent about one that it has had before."""
+    args = step(spec, kind, kv_dtype)
+    executable, log = compile_step(spec, args)
+    (kernel_hash,) = re.findall(r'kernel_hash = "(.*?)", module', executable.as_text())
+    log = logs.setdefault(kernel_hash, log)
+    memory, pool = executable.memory_analysis(), jax.tree.leaves(args[3])
+    copied = "|".join(re.escape(",".join(map(str, leaf.shape))) for leaf in pool)
+    (registers,) = re.findall(r"Used (\d+) registers", log)
+    ((stores, loads),) = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    (smem,) = re.findall(r"smem_scratch_bytes=(\d+)", log)
+    by_registers = 65536 // (-(-int(registers) // 8) * 8 * THREADS[kind])
+    return dict(
+        spec=spec.name,
+        kernel=kind,
+        kv_dtype=kv_dtype,
+        registers=int(registers),
+        spill_bytes=int(stores) + int(loads),
+        smem_bytes=int(smem),
+        blocks_per_sm=min(by_registers, 233472 // (int(smem) + 1024)),
+        wgmmas=log.count("HGMMA"),
+        tma_loads=log.count("UTMALDG"),
+        kernels=executable.as_text().count('custom_call_target="mosaic_gpu'),
+        pool_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in pool),
+        aliased_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        pool_copies=len(re.findall(rf"\[({copied})\][^ ]* copy\(", executable.as_text())),
+        excess=decode_bytes(spec, kv_dtype) if kind == "decode" else prefill_flops(spec),
+    )
+
+
+def decode_bytes(spec: AttentionSpec, kv_dtype: str) -> float:
+    """Bytes moved at 64 sequences of 4096 over those of K and V that the queries see, the heads' own."""
+    length, num_rows = 4096, 64
+    visibility = Visibility(spec.sliding_window, spec.attention_chunk)
+    first = int(visibility.first(jnp.int32(length - 1)))
+    pages = -(-length // spec.page_size) - first // spec.page_size
+    size = jnp.dtype(kv_dtype).itemsize
+    scales = 4 if size == 1 else 0
+    token = 2 * spec.num_kv_heads * (attention.padded_head_dim(spec.head_dim) * size + scales)
+    work = decode.make_work_list(jnp.full(num_rows, length, jnp.int32), MAX_TOKENS, visibility)
+    columns = spec.num_kv_heads * (-(-spec.num_heads // spec.num_kv_heads // 8) * 8)
+    results = columns * (attention.padded_head_dim(spec.head_dim) + 1) * 4 * 2  # written and read
+    moved = num_rows * pages * spec.page_size * token + int(work.num_items[0]) * results
+    needed = 2 * spec.num_kv_heads * (spec.head_dim * size + scales) * (length - first) * num_rows
+    return round(moved / needed, 3)
+
+
+def prefill_flops(spec: AttentionSpec) -> float:
+    """Products issued over products needed, for a chunk of 512 that ends at 8192, the heads' padding too."""
+    visibility = Visibility(spec.sliding_window, spec.attention_chunk)
+    head_dim = attention.padded_head_dim(spec.head_dim)
+    kv_tile, _ = attention.prefill_launch(head_dim, spec.page_size, visibility)
+    tops = jnp.arange(8192 - 512, 8192, MMA_ROWS, dtype=jnp.int32)
+    blocks = tops // 128 * 128
+    begin = visibility.first(blocks) // kv_tile * kv_tile
+    first, _, _, end = prefill.seen_tiles(visibility, kv_tile, begin, tops, tops + MMA_ROWS)
+    issued = int((end - first).sum()) * kv_tile * MMA_ROWS * head_dim
+    positions = np.arange(8192 - 512, 8192)
+    seen = positions - np.asarray(visibility.first(jnp.asarray(positions))) + 1
+    return round(issued / (int(seen.sum()) * spec.head_dim), 3)
+
+
+def main() -> None:
+    names = [spec.name for spec in ATTENTION_SPECS]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--specs", default="llama-3.1-8b,qwen3-32b", help=f"of {', '.join(names)}; or all")
+    parser.add_argument("--kv_dtypes", default="bfloat16")
+    parser.add_argument("--json", help="writes the table here too")
+    args = parser.parse_args()
+    wanted = names if args.specs == "all" else args.specs.split(",")
+    columns = ("registers", "spill_bytes", "smem_bytes", "blocks_per_sm", "wgmmas", "tma_loads", "excess")
+    print(f"{'spec':24}{'kernel':9}{'cache':15}" + "".join(f"{name:>15}" for name in columns))
+    rows, logs = [], {}
+    for spec in ATTENTION_SPECS:
+        for kv_dtype in args.kv_dtypes.split(","):
+            for kind in ("decode", "prefill"):
+                if spec.name in wanted:
+                    row = report(spec, kind, kv_dtype, logs)
+                    rows.append(row)
+                    line = "".join(f"{row[name]:>15}" for name in columns)
+                    print(f"{spec.name:24}{kind:9}{kv_dtype:15}{line}", flush=True)
+    print("excess: decode, bytes moved over bytes seen; prefill, products issued over products needed")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
