@@ -279,7 +279,7 @@ def step_lowerings(
         return _lower(set_counts_step, mesh, args, num_shared=0, out=rows_lie, donate=0)
 
     def lower_create_state() -> Lowered:
-        def create_state() -> tuple[KVPages, SlotState]:
+        def create_state() -> tuple[tuple[KVPages, ...], SlotState]:
             """The cache and the slots: zeros."""
             return create_kv_pages(config, cache, mesh), create_slots(config, scheduler.max_num_seqs, mesh)
 

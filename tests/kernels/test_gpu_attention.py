@@ -35,6 +35,7 @@ interpreted = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning"),
 ]
 HALF: dict[str, Any] = dict(backend="gpu", dtype="bfloat16", kv_dtype="bfloat16")
+FLOAT16: dict[str, Any] = HALF | dict(dtype="float16", kv_dtype="float16")
 
 
 FAST_SPECS = ("window-33", "chunk-128-everything")
@@ -84,7 +85,7 @@ class TestAgainstReference:
     @pytest.mark.slow
     def test_float16(self) -> None:
         spec = AttentionSpec("two-heads", 2, 1, 64, sliding_window=90)
-        check(make_case(spec, [200], [(70, 100)], **(HALF | {"dtype": "float16", "kv_dtype": "float16"})))
+        check(make_case(spec, [200], [(70, 100)], **FLOAT16))
 
 
 class TestInvariance:
