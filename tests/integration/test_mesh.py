@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxinfer.llm import LLM
 
+from jaxinfer.llm import LLM
 from jaxinfer.types import SamplingParams, TokenOutput
 from tests.integration.engines import make_engine, run, tokens, write_byte_tokenizer
 
