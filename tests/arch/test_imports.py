@@ -26,6 +26,7 @@ LAYERS = {
     "jaxinfer.convert": 7,
     "jaxinfer.llm": 7,
     "jaxinfer.flags": 7,
+    "jaxinfer.flag_definitions": 7,
     "jaxinfer.cli": 7,
     "jaxinfer.server": 7,
     "jaxinfer.engine.async_engine": 6,

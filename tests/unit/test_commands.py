@@ -111,7 +111,7 @@ def test_help_lists_the_flags(run: Run, main: Callable[[list[str]], int]) -> Non
 def test_flags_default_to_the_engine_configs_own_values() -> None:
     config = generate_options(["--model=m"]).engine
     default = EngineConfig("m")
-    assert config.replace(cache_dir=None, compilation_cache_dir=None) == default
+    assert config.replace(cache_dir=None, compilation_cache_dir=None, xla_flags="") == default
 
 
 def test_cache_directories(monkeypatch: pytest.MonkeyPatch) -> None:
