@@ -1,6 +1,6 @@
 """Attention over a paged KV cache, and matmuls: arrays in, arrays out. Knows no model, mesh or flag."""
 
-from jaxinfer_kernels.api import grouped_matmul, mla_paged_attention, paged_attention
+from jaxinfer_kernels.api import mla_paged_attention, paged_attention
 from jaxinfer_kernels.layout import (
     AttentionMetadata,
     Backend,
@@ -12,6 +12,7 @@ from jaxinfer_kernels.layout import (
     kv_tile_tokens,
     prefill_tile_tokens,
 )
+from jaxinfer_kernels.matmul import grouped_matmul, quantized_matmul
 
 __all__ = [
     "AttentionMetadata",
@@ -26,4 +27,5 @@ __all__ = [
     "mla_paged_attention",
     "paged_attention",
     "prefill_tile_tokens",
+    "quantized_matmul",
 ]

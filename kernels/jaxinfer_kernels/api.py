@@ -1,4 +1,4 @@
-"""The public ops: arguments checked by name, then the backend for the platform."""
+"""The public ops of attention: arguments checked by name, then the backend for the platform."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Literal, overload
 
 import jax
 
-from jaxinfer_kernels import grouped, xla
+from jaxinfer_kernels import xla
 from jaxinfer_kernels.checks import (
-    check_grouped_matmul,
+    check_backend,
     check_mla_paged_attention,
     check_paged_attention,
 )
@@ -131,7 +131,7 @@ def paged_attention(
         soft_cap=soft_cap,
         sinks=sinks,
     )
-    _check_backend("paged_attention", _PAGED_ATTENTION, backend, interpret)
+    check_backend("paged_attention", tuple(_PAGED_ATTENTION), backend, interpret)
     num_pages, page_size = kv_pages.data.shape[0], kv_pages.page_size
     num_kv_heads, head_dim = k.shape[1:]
     fitting: dict[Backend, Callable[..., Any]] = {}
@@ -191,44 +191,8 @@ def mla_paged_attention(
       ValueError: an argument does not fit, by its name.
     """
     check_mla_paged_attention(q_latent, q_rope, latent, k_rope, kv_pages, metadata)
-    _check_backend("mla_paged_attention", {"xla": xla.mla_paged_attention}, backend, interpret=False)
+    check_backend("mla_paged_attention", ("xla",), backend, interpret=False)
     return xla.mla_paged_attention(q_latent, q_rope, latent, k_rope, kv_pages, metadata, scale=scale)
-
-
-def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Multiplies each group of rows by the group's own matrix: the experts of a mixture.
-
-    Args:
-      lhs: [M, D] rows, those of group 0 first.
-      rhs: [E, F, D] matrices, feature-major.
-      group_sizes: [E] int32, rows of each group; together at most M. Rows after the last are padding.
-
-    Returns:
-      [M, F] in lhs' dtype, summed in float32: lhs[i] @ rhs[group of i].T. Padding rows are 0.
-
-    Raises:
-      ValueError: a shape or dtype does not fit, by the argument's name.
-    """
-    check_grouped_matmul(lhs, rhs, group_sizes)
-    return jax.lax.platform_dependent(
-        lhs,
-        rhs,
-        group_sizes,
-        tpu=grouped.ragged_dot,
-        cpu=partial(grouped.blocked_matmul, tile_bytes=grouped.CPU_TILE_BYTES),
-        default=grouped.blocked_matmul,
-    )
-
-
-def _check_backend(
-    op: str, implementations: Mapping[Backend, Callable[..., Any]], backend: str, interpret: bool
-) -> None:
-    """Raises ValueError for a backend that the op does not have, and for one that nobody interprets."""
-    if backend not in ("auto", *implementations):
-        names = ", ".join(("auto", *implementations))
-        raise ValueError(f"backend={backend!r} must be one of {names}: {op} has no other")
-    if interpret and backend in ("auto", "xla"):
-        raise ValueError(f"interpret=True needs a backend with a kernel by name, not backend={backend!r}")
 
 
 def _run(implementations: Mapping[Backend, Callable[..., Any]], *args: Any) -> Any:

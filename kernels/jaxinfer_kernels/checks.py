@@ -11,6 +11,7 @@ from jaxinfer_kernels.layout import (
     KV_DTYPES,
     QUANTIZED_DTYPES,
     AttentionMetadata,
+    Backend,
     KVPages,
     QueryTiles,
     kv_tile_tokens,
@@ -73,6 +74,15 @@ def check_mla_paged_attention(
         raise ValueError(f"kv_pages.data ({kv_pages.dtype}) must hold float32, bfloat16 or float16")
     check_kv_pages(kv_pages, num_rows=1)
     check_metadata(metadata, q_latent.shape[0], page_size)
+
+
+def check_backend(op: str, implemented: tuple[Backend, ...], backend: str, interpret: bool) -> None:
+    """Raises ValueError for a backend that the op does not have, and for one that nobody interprets."""
+    if backend not in ("auto", *implemented):
+        names = ", ".join(("auto", *implemented))
+        raise ValueError(f"backend={backend!r} must be one of {names}: {op} has no other")
+    if interpret and backend in ("auto", "xla"):
+        raise ValueError(f"interpret=True needs a backend with a kernel by name, not backend={backend!r}")
 
 
 def check_positive(values: Mapping[str, float | None]) -> None:
@@ -140,7 +150,7 @@ def _check_tiles(name: str, tiles: QueryTiles, page_size: int) -> None:
 
 
 def check_grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
-    """Raises ValueError where an argument of `api.grouped_matmul` does not fit."""
+    """Raises ValueError where an argument of `matmul.grouped_matmul` does not fit."""
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[2]:
         raise ValueError(f"lhs{lhs.shape} and rhs{rhs.shape} must be [M, D] and [E, F, D]")
     if lhs.dtype != rhs.dtype or not jnp.issubdtype(lhs.dtype, jnp.floating):
@@ -149,3 +159,29 @@ def check_grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array)
         raise ValueError(
             f"group_sizes{group_sizes.shape} ({group_sizes.dtype}) must be [{rhs.shape[0]}] int32"
         )
+
+
+def check_quantized_matmul(
+    lhs: jax.Array, weights: jax.Array, scales: jax.Array, *, quantize_lhs: bool
+) -> None:
+    """Raises ValueError where an argument of `matmul.quantized_matmul` does not fit."""
+    in_groups = scales.ndim == 2
+    dtypes = ("int4",) if in_groups else ("int8", "int4", "float8_e4m3fn")
+    if lhs.ndim != 2 or weights.ndim != 2 or not jnp.issubdtype(lhs.dtype, jnp.floating):
+        raise ValueError(
+            f"lhs{lhs.shape} ({lhs.dtype}) must be [M, D] floats, and weights{weights.shape} 2-D"
+        )
+    if weights.dtype.name not in dtypes:
+        raise ValueError(f"weights ({weights.dtype}) must be of {', '.join(dtypes)} for scales{scales.shape}")
+    inputs, outputs = weights.shape if in_groups else weights.shape[::-1]
+    if lhs.shape[1] != inputs:
+        wanted = "[D, F]" if in_groups else "[F, D]"
+        raise ValueError(f"weights{weights.shape} must be {wanted} with the inputs of lhs{lhs.shape}")
+    if scales.dtype != jnp.float32 or scales.ndim not in (1, 2) or scales.shape[-1] != outputs:
+        raise ValueError(
+            f"scales{scales.shape} ({scales.dtype}) must be float32 [{outputs}], [D / G, {outputs}]"
+        )
+    if in_groups and inputs % scales.shape[0]:
+        raise ValueError(f"scales{scales.shape} must divide the {inputs} inputs of weights into equal groups")
+    if quantize_lhs and (in_groups or weights.dtype.name == "int4"):
+        raise ValueError("quantize_lhs=True needs int8 or float8_e4m3fn weights with a scale a channel")

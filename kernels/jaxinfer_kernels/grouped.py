@@ -11,19 +11,10 @@ import jax.numpy as jnp
 CPU_TILE_BYTES = 1 << 20  # so that the copy of a tile stays in a core's cache
 
 
-def ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """See `api.grouped_matmul`. On TPUs XLA has an instruction for it."""
-    dims = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
-    )
-    out = jax.lax.ragged_dot_general(lhs, rhs, group_sizes, dims, preferred_element_type=jnp.float32)
-    return out.astype(lhs.dtype)
-
-
 def blocked_matmul(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, tile_bytes: int | None = None
 ) -> jax.Array:
-    """See `api.grouped_matmul`. Loops over the groups that have rows, and over blocks of B of their rows.
+    """See `matmul.grouped_matmul`. Loops over the groups that have rows, and over blocks of B of their rows.
 
     Without an instruction XLA multiplies all rows by all matrices (lax.ragged_dot on the CPU): E times
     the work. A block may reach into the next group's rows; what it writes there is written over by theirs.

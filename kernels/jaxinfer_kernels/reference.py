@@ -8,6 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxinfer_kernels.layout import AttentionMetadata, KVPages
+from jaxinfer_kernels.quantize import LARGEST
 
 
 def paged_attention(
@@ -91,7 +92,7 @@ def mla_paged_attention(
 
 def _quantize(x: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """float32 [K, H] to numbers of the dtype, still float32, and scales [K]."""
-    largest = 127 if dtype == np.int8 else 448
+    largest = LARGEST[np.dtype(dtype).name]
     scale = np.abs(x).max(-1) * np.float32(1 / largest)
     numbers = np.clip(x * (1 / np.where(scale > 0, scale, 1))[:, None], -largest, largest)
     return np.rint(numbers) if dtype == np.int8 else numbers, scale
@@ -135,7 +136,7 @@ def dense_attention(
 
 
 def grouped_matmul(lhs: ArrayLike, rhs: ArrayLike, group_sizes: ArrayLike) -> np.ndarray:
-    """The contract of `api.grouped_matmul`, in float64."""
+    """The contract of `matmul.grouped_matmul`, in float64."""
     rows, matrices = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
     out = np.zeros((len(rows), matrices.shape[1]))
     first = 0
@@ -143,3 +144,20 @@ def grouped_matmul(lhs: ArrayLike, rhs: ArrayLike, group_sizes: ArrayLike) -> np
         out[first : first + size] = rows[first : first + size] @ matrix.T
         first += size
     return out
+
+
+def quantized_matmul(
+    lhs: ArrayLike, weights: ArrayLike, scales: ArrayLike, *, quantize_lhs: bool = False
+) -> np.ndarray:
+    """The contract of `matmul.quantized_matmul`, in float64."""
+    rows, row_scales = np.asarray(lhs, np.float64), np.ones(np.shape(lhs)[0])
+    numbers, scales = np.asarray(weights), np.asarray(scales, np.float64)
+    if quantize_lhs:
+        rows, row_scales = _quantize(np.asarray(lhs, np.float32), numbers.dtype)
+        rows = rows.astype(numbers.dtype).astype(np.float64)
+    numbers = numbers.astype(np.float64)
+    if scales.ndim == 1:
+        wide = (numbers * scales[:, None]).T
+    else:
+        wide = numbers * np.repeat(scales, len(numbers) // len(scales), axis=0)
+    return rows @ wide * row_scales[:, None]
