@@ -133,6 +133,7 @@ class CacheConfig:
     page_size: int
     num_pages: int
     dtype: str
+    backend: Literal["tpu", "xla"] = "xla"  # the attention kernels', which own the layout
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class EngineConfig:
     rope_scaling: str | None = None  # JSON, as in config.json
     verify: Literal["none", "size", "sha256"] = "size"
     load_format: Literal["auto", "dummy"] = "auto"
-    attention: Literal["auto", "xla"] = "auto"
+    attention: Literal["auto", "tpu", "xla"] = "auto"
 
     def replace(self, **changes: object) -> EngineConfig:
         return replace(self, **changes)  # type: ignore[arg-type]

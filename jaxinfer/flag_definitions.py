@@ -71,7 +71,11 @@ def define_engine(values: FlagValues) -> None:
     text("rope_scaling", "A JSON object, as in config.json, in place of the model's own.")
     choice("verify", ["none", "size", "sha256"], "How the checkpoint's files are checked.")
     choice("load_format", ["auto", "dummy"], "dummy is random weights.")
-    choice("attention", ["auto", "xla"], "The attention kernel.")
+    choice(
+        "attention",
+        ["auto", "tpu", "xla"],
+        "The attention kernel; auto is the device's own. tpu is interpreted elsewhere, to check it.",
+    )
 
 
 def define_sampling(values: FlagValues) -> None:

@@ -38,7 +38,7 @@ def create_kv_pages(model: ModelConfig, cache: CacheConfig, mesh: Mesh | None = 
     num_pages = cache.num_pages * num_groups(mesh)
     shape = (num_pages, cache.page_size, model.num_key_value_heads, model.head_dim)
     place = None if mesh is None else page_sharding(mesh)
-    return tuple(create_layer(*shape, cache.dtype, device=place) for _ in model.layers)
+    return tuple(create_layer(*shape, cache.dtype, cache.backend, device=place) for _ in model.layers)
 
 
 def create_slots(model: ModelConfig, max_num_seqs: int, mesh: Mesh | None = None) -> SlotState:

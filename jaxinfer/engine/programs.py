@@ -235,7 +235,7 @@ def step_lowerings(
     head = jax.tree.unflatten(treedef, params).head_weight
     kv_pages = _abstract(jax.eval_shape(lambda: create_kv_pages(config, cache, mesh)), pages_lie)
     slots = _abstract(jax.eval_shape(lambda: create_slots(config, scheduler.max_num_seqs, mesh)), rows_lie)
-    attend = make_attention(mesh)
+    attend = make_attention(mesh, cache.backend)
     hidden_dtype = leaves[0].dtype
 
     def rows(*shape: int, dtype: DTypeLike = np.int32) -> jax.ShapeDtypeStruct:

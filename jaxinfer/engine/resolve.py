@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from absl import logging
 
@@ -26,6 +26,7 @@ from jaxinfer_kernels import kv_tile_tokens
 # On a host, whose memory other programs share, the cache takes so much unless told otherwise.
 CPU_KV_CACHE_BYTES = GIB
 DTYPES = ("float32", "bfloat16", "float16")
+SMALLEST_TPU_PAGE = 16  # tokens: rows that a TPU's memory is addressed by
 
 
 class Device(Protocol):
@@ -110,6 +111,7 @@ def resolve(
     """
     check(config)
     dtype, kv_dtype = _dtypes(config, device)
+    backend = _backend(config, device, dtype, kv_dtype)
     if (config.max_model_len or 0) > model.max_position_embeddings:
         raise ConfigError(
             f"max_model_len={config.max_model_len} must be at most {model.max_position_embeddings}, "
@@ -129,6 +131,7 @@ def resolve(
         quantize=quantize,
         on_host=device.platform == "cpu",
         compiled=compiled,
+        backend=backend,
     )
     total_bytes = _total_bytes(device, mesh)
     budget_bytes = int(total_bytes * config.memory_utilization)
@@ -153,7 +156,7 @@ def resolve(
         scheduling=config.scheduling,
         num_groups=mesh.data,
     )
-    cache = CacheConfig(config.page_size, num_pages, kv_dtype)
+    cache = CacheConfig(config.page_size, num_pages, kv_dtype, backend)
     return ResolvedConfig(dtype, scheduler, cache, memory, budget_bytes, available_bytes)
 
 
@@ -173,6 +176,25 @@ def _dtypes(config: EngineConfig, device: Device) -> tuple[str, str]:
             )
         kv_dtype = "float32"
     return dtype, kv_dtype
+
+
+def _backend(config: EngineConfig, device: Device, *dtypes: str) -> Literal["tpu", "xla"]:
+    """The attention kernels' backend: as asked, else the device's own."""
+    if config.attention != "auto":
+        backend = config.attention
+    else:
+        backend = "tpu" if device.platform == "tpu" else "xla"
+    if backend == "tpu" and config.page_size < SMALLEST_TPU_PAGE:
+        raise ConfigError(
+            f"page_size={config.page_size} must be {SMALLEST_TPU_PAGE} or more with "
+            f"attention={config.attention}"
+        )
+    if backend == "tpu" and "float16" in dtypes:
+        raise ConfigError(
+            f"dtype={config.dtype!r} and kv_cache_dtype={config.kv_cache_dtype!r} must not be float16 with "
+            f"attention={config.attention}"
+        )
+    return backend
 
 
 def _prefill_rows(config: EngineConfig, max_model_len: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxinfer.config import ConfigError, ModelConfig
 from jaxinfer.memory.parameters import itemsize, parameter_bytes, parameters
@@ -100,6 +101,7 @@ class MemoryModel:
       quantize: "none", or a weight-only format by its name.
       on_host: the device is the CPU, whose memory is the host's.
       compiled: what the compiler says, where it was asked.
+      backend: the attention kernels', which own the layout of the pages.
     """
 
     model: ModelConfig
@@ -112,6 +114,7 @@ class MemoryModel:
     quantize: str = "none"
     on_host: bool = False
     compiled: CompiledBytes | None = None
+    backend: Literal["tpu", "xla"] = "xla"
 
     def ledger(self, num_pages: int) -> Ledger:
         """With so many pages, the null page included."""
@@ -143,7 +146,7 @@ class MemoryModel:
         if self.compiled is not None:
             return self.compiled.page_bytes
         heads = self.share.num_key_value_heads
-        shape = kv_pages_shape(1, self.page_size, heads, self.model.head_dim)
+        shape = kv_pages_shape(1, self.page_size, heads, self.model.head_dim, self.backend)
         data = math.prod(shape) * itemsize(self.kv_dtype)
         scales = 2 * heads * self.page_size * 4 if self.kv_dtype in QUANTIZED_DTYPES else 0
         return (data + scales) * self.model.num_hidden_layers

@@ -17,16 +17,24 @@ from jaxinfer_kernels.checks import (
 from jaxinfer_kernels.layout import AttentionMetadata, Backend, KVPages, kv_pages_shape
 
 
+def _tpu_paged_attention(*args: Any, **options: Any) -> Any:
+    # Importing a Pallas backend takes 0.3 s, which only those pay who use it.
+    from jaxinfer_kernels.tpu.attention import paged_attention
+
+    return paged_attention(*args, **options)
+
+
 def _gpu_paged_attention(*args: Any, **options: Any) -> Any:
-    # Mosaic GPU takes 0.4 s to import, which only those pay who use it.
     from jaxinfer_kernels.gpu.attention import paged_attention
 
     return paged_attention(*args, **options)
 
 
 # Each op by backend. All take the public op's arrays by place and its options by name, and give the
-# log-sum-exp always; kernels take `interpret` too. A backend is added here and in layout.py.
+# log-sum-exp; kernels take `interpret`, and tpu `return_lse`, since it costs something there. A backend is
+# added here and in layout.py.
 _PAGED_ATTENTION: Mapping[Backend, Callable[..., Any]] = {
+    "tpu": _tpu_paged_attention,
     "gpu": _gpu_paged_attention,
     "xla": xla.paged_attention,
 }
@@ -138,7 +146,9 @@ def paged_attention(
     for name, function in _PAGED_ATTENTION.items():
         layout = kv_pages_shape(num_pages, page_size, num_kv_heads, head_dim, name)
         if backend in ("auto", name) and layout == kv_pages.data.shape:
-            options = dict(interpret=interpret) if name != "xla" else {}
+            options = {} if name == "xla" else {"interpret": interpret}
+            if name == "tpu":
+                options["return_lse"] = return_lse
             fitting[name] = partial(
                 function,
                 scale=scale,

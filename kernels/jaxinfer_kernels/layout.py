@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxinfer_kernels.tpu import attention_layout
+
 Backend = Literal["tpu", "gpu", "xla"]
 
 KV_TILE_TOKENS = 64  # keys that one pass of the reduction takes; 128 and 256 read more padding
@@ -90,14 +92,18 @@ def kv_pages_shape(
     gpu: [num_pages, K, page_size, 2, H up to a multiple of 64], a token's K and V side by side, so that
     one TMA copy brings a head's page in rows that wgmma's swizzled tiles divide.
 
+    tpu: [num_pages, K, page_size, W], K and V side by side in W lanes; see tpu/attention_layout.py.
+
     Raises:
       ValueError: the backend has no layout.
     """
-    if backend == "xla":
-        return (num_pages, 2 * num_kv_heads, page_size, head_dim)
+    if backend == "tpu":
+        return attention_layout.pages_shape(num_pages, page_size, num_kv_heads, head_dim)
     if backend == "gpu":
         return (num_pages, num_kv_heads, page_size, 2, -(-head_dim // 64) * 64)
-    raise ValueError(f"backend={backend!r} has no layout of KV pages; 'gpu' and 'xla' have")
+    if backend == "xla":
+        return (num_pages, 2 * num_kv_heads, page_size, head_dim)
+    raise ValueError(f"backend={backend!r} must be tpu, gpu or xla")
 
 
 def create_kv_pages(
@@ -149,6 +155,8 @@ def pack_kv_pages(numbers: jax.Array, scales: jax.Array | None, backend: Backend
     """Numbers [num_pages, 2K, page_size, H] (K in even rows) in one of KV_DTYPES, in a backend's layout."""
     num_pages, num_rows, page_size, head_dim = numbers.shape
     shape = kv_pages_shape(num_pages, page_size, num_rows // 2, head_dim, backend)
+    if backend == "tpu":
+        return KVPages(attention_layout.pack_pages(numbers), scales)
     if backend == "gpu":
         numbers = numbers.reshape(num_pages, num_rows // 2, 2, page_size, head_dim).swapaxes(2, 3)
         padding = [(0, size - had) for size, had in zip(shape, numbers.shape, strict=True)]
@@ -163,6 +171,8 @@ def unpack_kv_pages(
     """The numbers that `pack_kv_pages` takes, not yet multiplied by their scales."""
     num_pages, page_size = kv_pages.data.shape[0], kv_pages.page_size
     kv_pages_shape(num_pages, page_size, num_kv_heads, head_dim, backend)
+    if backend == "tpu":
+        return attention_layout.unpack_pages(kv_pages.data, head_dim)
     if backend == "gpu":
         numbers = kv_pages.data[..., :head_dim].swapaxes(2, 3)
         return numbers.reshape(num_pages, 2 * num_kv_heads, page_size, head_dim)
@@ -185,9 +195,9 @@ def prefill_tile_tokens(backend: Backend = "xla") -> int:
     Raises:
       ValueError: the backend has no such number.
     """
-    tiles = {"gpu": 128, "xla": 32}
+    tiles: dict[str, int] = {"tpu": 128, "gpu": 128, "xla": 32}
     if backend not in tiles:
-        raise ValueError(f"backend={backend!r} has no prefill tile; 'gpu' and 'xla' have")
+        raise ValueError(f"backend={backend!r} must be tpu, gpu or xla")
     return tiles[backend]
 
 

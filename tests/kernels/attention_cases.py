@@ -26,7 +26,7 @@ from jaxinfer_kernels.quantize import quantize
 from jaxinfer_kernels.specs import AttentionSpec
 
 # A backend's kernel joins all the tests with its name here.
-BACKENDS: tuple[Backend, ...] = ("xla",)
+BACKENDS: tuple[Backend, ...] = ("xla", "tpu")
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,14 @@ def make_case(
     backend: Backend = "xla",
     room: Room = Room(),
     seed: int = 0,
+    tile: int | None = None,
 ) -> Case:
-    """decodes: the length of each, its new token included (0 is padding); prefills: (start, tokens)."""
+    """decodes: the length of each, its new token included (0 is padding); prefills: (start, tokens).
+
+    `tile` is the rows of a prefill tile, where they are not the backend's own.
+    """
     rng = np.random.default_rng(seed)
-    page_size, tile = spec.page_size, prefill_tile_tokens(backend)
+    page_size, tile = spec.page_size, tile or prefill_tile_tokens(backend)
     lens = [*decodes, *(start + count for start, count in prefills)]
     tables, num_pages = _page_tables(rng, lens, page_size, room)
     kv_rows = (2 * spec.num_kv_heads, spec.head_dim)

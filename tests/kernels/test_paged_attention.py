@@ -17,6 +17,10 @@ SPECS = {spec.name: spec for spec in ATTENTION_SPECS}
 PLAIN = AttentionSpec("plain", 4, 2, 64)
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
+# Interpreted kernels take seconds to compile: their share of the tests with many shapes is slow.
+backends_at_length = pytest.mark.parametrize(
+    "backend", [b if b == "xla" else pytest.param(b, marks=pytest.mark.slow) for b in BACKENDS]
+)
 STEPS = {
     "one token": ([1], []),
     "decodes": ([5, 16, 17, 129, 0, 300], []),

@@ -1,0 +1,167 @@
+"""Ragged paged attention on TPU, in Pallas: `api.paged_attention` where pages have the TPU's layout.
+
+Decode rows and prefill tiles each have a kernel, and a step of both runs the one after the other. Each
+writes its rows and attends in one call, with the pool aliased in and out.
+
+The ideas and where they come from: pages fetched by hand several blocks ahead (paged attention of the
+jax wheel, and Ragged Paged Attention, arXiv 2604.15464), the online softmax (arXiv 1805.02867), and
+masks on edge blocks alone (splash attention of the jax wheel). Unlike those, a page's K and V come in
+one copy, heads lie apart in it so that a head's rows need no strided loads, and the blocks of the
+reduction are multiples of positions of the sequence, whatever the step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer_kernels.layout import AttentionMetadata, KVPages, QueryTiles
+from jaxinfer_kernels.quantize import quantize
+from jaxinfer_kernels.tpu.attention_decode import DecodeBlocks, decode_attention
+from jaxinfer_kernels.tpu.attention_layout import pack_kv
+from jaxinfer_kernels.tpu.attention_pipeline import AttentionOptions
+from jaxinfer_kernels.tpu.attention_prefill import PrefillBlocks, prefill_attention
+from jaxinfer_kernels.tuning import tuned
+
+QUERY_DTYPES = ("float32", "bfloat16")
+KV_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
+SMALLEST_PAGE = 16  # tokens
+TILE_ROWS = 16  # a prefill tile has a multiple
+
+_BUFFER_BYTES = 2 << 20  # of a fetched block: enough to hide a DMA's latency behind the one before
+_LARGEST_BUFFER_BYTES = 8 << 20
+_SMEM_TABLE_BYTES = 512 << 10  # of page tables, half of SMEM
+
+
+def compute_tokens(kv_token_bytes: int, sliding_window: int | None, attention_chunk: int | None) -> int:
+    """c, positions of one pass of the reduction, of a layer. The sums of a sequence depend on it alone.
+
+    512 keep the arithmetic units busy; where a query sees few, less, so that what a block has outside of
+    the window is at most an eighth of it (128 are the fewest).
+    """
+    seen = sliding_window or attention_chunk
+    largest = 512 if kv_token_bytes * 512 <= _LARGEST_BUFFER_BYTES else 256
+    return next(c for c in (512, 256, 128) if c <= largest and (seen is None or 8 * c <= seen or c == 128))
+
+
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_pages: KVPages,
+    metadata: AttentionMetadata,
+    sinks: jax.Array | None,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    attention_chunk: int | None,
+    soft_cap: float | None,
+    return_lse: bool,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array | None, KVPages]:
+    """See `api.paged_attention`: outputs [T, N, H], log-sum-exps [T, N] or None, and the pages.
+
+    New rows go where the page tables say; `kv_write_index` says the same and is not read.
+
+    Raises:
+      ValueError: a dtype, a page size or a tile that the kernels do not have.
+    """
+    num_decodes = 0 if metadata.decode is None else metadata.decode.start.shape[0]
+    _check(q, kv_pages, num_decodes, metadata.prefill)
+    options = AttentionOptions(scale, sliding_window, attention_chunk, soft_cap)
+    new_scales = None
+    if kv_pages.scales is not None:
+        kv, new_scales = quantize(jnp.stack([k, v], axis=2), kv_pages.dtype)  # [T, K, 2, H], [T, K, 2]
+        k, v = kv[:, :, 0], kv[:, :, 1]
+        new_scales = new_scales.reshape(k.shape[0], -1)
+    new_kv = pack_kv(k, v).astype(kv_pages.dtype)
+    common: dict[str, Any] = dict(options=options, return_lse=return_lse, interpret=interpret)
+    unrolled = dict(unroll=1) if interpret else {}  # XLA takes long over what Mosaic overlaps
+    results = []
+    if metadata.decode is not None:
+        rows = slice(0, num_decodes)
+        out, lse, kv_pages = decode_attention(
+            q[rows],
+            new_kv[rows],
+            None if new_scales is None else new_scales[rows],
+            kv_pages,
+            metadata.decode,
+            sinks,
+            blocks=replace(decode_blocks(q, kv_pages, metadata.decode, options), **unrolled),
+            **common,
+        )
+        results.append((out, lse))
+    if metadata.prefill is not None:
+        rows = slice(num_decodes, None)
+        out, lse, kv_pages = prefill_attention(
+            q[rows],
+            new_kv[rows],
+            None if new_scales is None else new_scales[rows],
+            kv_pages,
+            metadata.prefill,
+            sinks,
+            blocks=replace(prefill_blocks(q, kv_pages, options), **unrolled),
+            **common,
+        )
+        results.append((out, lse))
+    if len(results) == 1:
+        return *results[0], kv_pages
+    out, lse = jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
+    return out, lse, kv_pages
+
+
+def _check(q: jax.Array, kv_pages: KVPages, num_decodes: int, prefill: QueryTiles | None) -> None:
+    if q.dtype.name not in QUERY_DTYPES:
+        raise ValueError(f"q ({q.dtype}) must be one of {', '.join(QUERY_DTYPES)} with backend='tpu'")
+    if kv_pages.dtype.name not in KV_DTYPES:
+        names = ", ".join(KV_DTYPES)
+        raise ValueError(f"kv_pages.data ({kv_pages.dtype}) must be one of {names} with backend='tpu'")
+    if kv_pages.page_size < SMALLEST_PAGE:
+        raise ValueError(
+            f"page_size={kv_pages.page_size} must be at least {SMALLEST_PAGE} with backend='tpu'"
+        )
+    if prefill is not None:
+        tile = (q.shape[0] - num_decodes) // prefill.start.shape[0]
+        if tile % TILE_ROWS:
+            raise ValueError(
+                f"metadata.prefill has tiles of {tile} rows, which must be a multiple of {TILE_ROWS} with "
+                "backend='tpu'"
+            )
+
+
+def decode_blocks(
+    q: jax.Array, kv_pages: KVPages, tiles: QueryTiles, options: AttentionOptions
+) -> DecodeBlocks:
+    """The decode kernel's block sizes, tuned or by default."""
+    sizes = dict(unroll=8) | _block_sizes("paged_attention_decode", q, kv_pages, options)
+    table_bytes = 4 * tiles.page_table.shape[1] * 4  # of two steps, each twice, for the one after
+    most = max(1, _SMEM_TABLE_BYTES // table_bytes)
+    sequences = min(sizes.pop("sequences", 8), 1 << (most.bit_length() - 1))
+    return DecodeBlocks(**sizes, sequences=sequences)
+
+
+def prefill_blocks(q: jax.Array, kv_pages: KVPages, options: AttentionOptions) -> PrefillBlocks:
+    """The prefill kernel's block sizes, tuned or by default."""
+    sizes = dict(compute_rows=512, unroll=1) | _block_sizes("paged_attention_prefill", q, kv_pages, options)
+    return PrefillBlocks(**sizes)
+
+
+def _block_sizes(op: str, q: jax.Array, kv_pages: KVPages, options: AttentionOptions) -> dict[str, int]:
+    _, num_kv_heads, page_size, width = kv_pages.data.shape
+    token_bytes = num_kv_heads * width * kv_pages.data.dtype.itemsize
+    c = compute_tokens(token_bytes, options.sliding_window, options.attention_chunk)
+    unit = math.lcm(c, page_size, 128)
+    fetch = unit * max(1, _BUFFER_BYTES // (token_bytes * unit))
+    key = attention_key(q.shape[1], num_kv_heads, q.shape[2], kv_pages.dtype.name, page_size, c)
+    return dict(fetch_tokens=fetch, num_buffers=3) | dict(tuned(op, key)) | dict(compute_tokens=c)
+
+
+def attention_key(
+    num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: str, page_size: int, tokens: int
+) -> str:
+    """What tuned block sizes are kept by; `tokens` is c."""
+    return f"{num_heads}x{num_kv_heads}x{head_dim} {kv_dtype} page {page_size} tile {tokens}"

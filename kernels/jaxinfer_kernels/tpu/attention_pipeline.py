@@ -1,0 +1,343 @@
+"""What the TPU's decode and prefill kernels share: pages fetched ahead, masks, the online softmax.
+
+Dims as in attention_layout.py; f positions of a fetched block, c positions of a computed block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxinfer_kernels.layout import KVPages
+from jaxinfer_kernels.tpu.attention_layout import LANES
+
+Ref = Any  # a Pallas reference: pl.pallas_call hands it to the kernel
+Scalar = jax.Array
+
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: no row that saw nothing yet turns into NaN
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+HBM = pl.BlockSpec(memory_space=pl.ANY)
+
+# Words of the cursor, which lives in SMEM over all steps of the grid.
+_FETCHED, _USED, _ITEM, _BLOCK = range(4)
+CURSOR_WORDS = 4
+
+_SPILL_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """The options of `api.paged_attention` that a kernel is compiled for."""
+
+    scale: float
+    sliding_window: int | None
+    attention_chunk: int | None
+    soft_cap: float | None
+
+    def first_seen(self, position: Scalar) -> Scalar:
+        """The first position that a query at `position` sees."""
+        if self.sliding_window is not None:
+            return jnp.maximum(position - self.sliding_window + 1, 0)
+        if self.attention_chunk is not None:
+            return lax.div(position, self.attention_chunk) * self.attention_chunk
+        return jnp.int32(0)
+
+    def logits(self, products: jax.Array, key_scales: jax.Array | None) -> jax.Array:
+        """q.k as logits to the base 2: exp2 is what the hardware has."""
+        if key_scales is not None:
+            products = products * key_scales
+        if self.soft_cap is None:
+            return products * (self.scale * LOG2_E)
+        return jnp.tanh(products * (self.scale / self.soft_cap)) * (self.soft_cap * LOG2_E)
+
+
+@dataclass(frozen=True)
+class FetchPipeline:
+    """Fetches the blocks of all items, in order, up to `num_buffers` ahead of their use.
+
+    An item is what shares its blocks: a tile of queries, or sequences that are decoded together. The
+    pipeline runs on over the borders between items and between steps of the grid.
+
+    Attributes:
+      cursor: [CURSOR_WORDS] i32 in SMEM.
+      num_buffers: blocks that may be on their way or in use.
+      num_items: of the whole grid.
+      span: gives an item's first block and the one after its last.
+      start: starts the copies of (item, block) into a buffer.
+    """
+
+    cursor: Ref
+    num_buffers: int
+    num_items: int
+    span: Callable[[Scalar], tuple[Scalar, Scalar]]
+    start: Callable[[Scalar, Scalar, Scalar], None]
+
+    def reset(self) -> None:
+        """Before the first item."""
+        self.cursor[_FETCHED] = 0
+        self.cursor[_USED] = 0
+        self.cursor[_ITEM] = 0
+        self.cursor[_BLOCK] = self.span(jnp.int32(0))[0]
+
+    @property
+    def buffer(self) -> Scalar:
+        """The buffer of the block that is used next."""
+        return lax.rem(self.cursor[_USED], self.num_buffers)
+
+    def fill(self, end_item: Scalar) -> None:
+        """Starts fetches until all buffers are taken or the items before `end_item` are through."""
+        most = self.cursor[_USED] + self.num_buffers
+
+        def wanted(state: tuple[Scalar, Scalar, Scalar]) -> Scalar:
+            fetched, item, _ = state
+            return (fetched < most) & (item < end_item)
+
+        def fetch_or_move_on(state: tuple[Scalar, Scalar, Scalar]) -> tuple[Scalar, Scalar, Scalar]:
+            fetched, item, block = state
+            more = block < self.span(item)[1]
+
+            @pl.when(more)
+            def _() -> None:
+                self.start(item, block, lax.rem(fetched, self.num_buffers))
+
+            following = jnp.minimum(item + 1, self.num_items - 1)
+            return (
+                fetched + more.astype(jnp.int32),
+                jnp.where(more, item, item + 1),
+                jnp.where(more, block + 1, self.span(following)[0]),
+            )
+
+        state = self.cursor[_FETCHED], self.cursor[_ITEM], self.cursor[_BLOCK]
+        fetched, item, block = lax.while_loop(wanted, fetch_or_move_on, state)
+        self.cursor[_FETCHED] = fetched
+        self.cursor[_ITEM] = item
+        self.cursor[_BLOCK] = block
+
+    def release(self) -> None:
+        """The block in `buffer` has been used."""
+        self.cursor[_USED] = self.cursor[_USED] + 1
+
+
+def widen(column: jax.Array, lanes: int) -> jax.Array:
+    """[rows, 128] of equal lanes -> [rows, lanes]; costs nothing, since registers repeat."""
+    return jnp.tile(column, (1, lanes // LANES))
+
+
+def online_softmax(
+    logits: jax.Array,
+    values: jax.Array,
+    value_scales: jax.Array | None,
+    state: tuple[jax.Array, jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Adds a block of positions (Milakov and Gimelshein, arXiv 1805.02867), to the base 2.
+
+    A block in which a row sees nothing leaves the row's state as it was, bit for bit, or what has no
+    weight any more once the row sees something.
+
+    Args:
+      logits: [rows, c] f32.
+      values: [c, lanes].
+      value_scales: [1, c] or None.
+      state: the running maximum and total [rows, 128], equal in all lanes, and the sum [rows, lanes].
+    """
+    running_max, total, acc = state
+    new_max = jnp.maximum(running_max, logits.max(1, keepdims=True))
+    weights = jnp.exp2(logits - widen(new_max, logits.shape[1]))
+    rescale = jnp.exp2(running_max - new_max)
+    total = total * rescale + weights.sum(1, keepdims=True)
+    if value_scales is not None:
+        weights = weights * value_scales
+    weighted = matmul(weights.astype(values.dtype), values, (1, 0))
+    return new_max, total, acc * widen(rescale, acc.shape[1]) + weighted
+
+
+def head_scales(
+    scratch: Mapping[str, Ref], head: Scalar | int, rows: pl.Slice
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """The scales of a head's keys and values in `rows` of the block in use, each [1, c], if there are any."""
+    if "joined_scales" not in scratch:
+        return None, None
+    joined = scratch["joined_scales"]
+    return joined[pl.ds(2 * head, 1), rows], joined[pl.ds(2 * head + 1, 1), rows]
+
+
+def finish_rows(running_max: jax.Array, total: jax.Array, acc: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The outputs [rows, lanes], and the log-sum-exps to the base e [rows, 128], equal in all lanes."""
+    total = jnp.maximum(total, 1e-30)  # of a row that saw nothing
+    return acc / widen(total, acc.shape[1]), (running_max + jnp.log2(total)) * LN_2
+
+
+def silence_values(kv: Ref, rows: pl.Slice, value_start: int, used: jax.Array) -> None:
+    """Zeroes the values of rows that are not the sequence's: a weight of 0 does not silence a NaN there.
+
+    kv [K, f, W]; used [rows, lanes from value_start on].
+    """
+
+    def silence(head: Scalar, _: None) -> None:
+        values = kv[head, rows, value_start:]
+        kv[head, rows, value_start:] = jnp.where(used, values.astype(jnp.float32), 0.0).astype(values.dtype)
+
+    lax.fori_loop(0, kv.shape[0], silence, None)
+
+
+def matmul(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    """A product with f32 sums; f32 operands are not rounded to bfloat16."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(
+        a,
+        b,
+        (((contracted[0],), (contracted[1],)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def part_of_page(pool: Ref, page_id: Scalar, row: Scalar, group: int) -> Ref:
+    """A page's group of positions with `row`: [K, group, W] of the numbers, [2K, page_size] of the scales."""
+    if group == pool.shape[2]:
+        return pool.at[page_id]
+    return pool.at[page_id, :, pl.ds(pl.multiple_of(row - lax.rem(row, group), group), group)]
+
+
+def _place_of_page(name: str, buffer: Ref, page: Scalar, page_size: int) -> Ref:
+    """Where a fetched block has its page: numbers are [K, f, W], scales [f // page_size, 2K, page_size]."""
+    if name == "scales":
+        return buffer.at[page]
+    return buffer.at[:, pl.ds(pl.multiple_of(page * page_size, page_size), page_size)]
+
+
+def copy_pages(
+    pools: Mapping[str, Ref],
+    buffers: Mapping[str, Ref],
+    sem: Ref,
+    page_id: Callable[[Scalar], Scalar],
+    pages: tuple[Scalar, Scalar, Scalar],
+) -> None:
+    """Starts a copy of each page of a sequence, first to end, into the block that begins at page `at`."""
+    first, end, at = pages
+    page_size = pools["kv"].shape[2]
+
+    def start(page: Scalar, _: None) -> None:
+        for name, pool in pools.items():
+            place = _place_of_page(name, buffers[name], page - at, page_size)
+            pltpu.make_async_copy(pool.at[page_id(page)], place, sem).start()
+
+    lax.fori_loop(first, end, start, None)
+
+
+def wait_pages(
+    pools: Mapping[str, Ref], buffers: Mapping[str, Ref], sem: Ref, pages: tuple[Scalar, Scalar, Scalar]
+) -> None:
+    """Waits for the copies of `copy_pages`."""
+    first, end, _ = pages
+    page_size = pools["kv"].shape[2]
+
+    def wait(_: Scalar, __: None) -> None:
+        for name, pool in pools.items():
+            place = _place_of_page(name, buffers[name], jnp.int32(0), page_size)
+            pltpu.make_async_copy(pool.at[0], place, sem).wait()
+
+    lax.fori_loop(first, end, wait, None)
+
+
+def join_scales(fetched: Ref, joined: Ref) -> None:
+    """The scales of a block's pages, [f // page_size, 2K, page_size], side by side: [2K, f]."""
+    page_size = fetched.shape[2]
+    width = max(page_size, LANES)
+    pages = width // page_size
+
+    def join(index: Scalar, _: None) -> None:
+        parts = [fetched[index * pages + i] for i in range(pages)]
+        lanes = pl.ds(pl.multiple_of(index * width, width), width)
+        joined[:, lanes] = parts[0] if pages == 1 else jnp.concatenate(parts, axis=1)
+
+    lax.fori_loop(0, joined.shape[1] // width, join, None)
+
+
+def pools_of(kv_pages: KVPages) -> dict[str, jax.Array]:
+    """The arrays of a cache by name."""
+    pools = {"kv": kv_pages.data}
+    return pools if kv_pages.scales is None else {**pools, "scales": kv_pages.scales}
+
+
+def scale_buffers(num_buffers: int, fetch_tokens: int, scales: jax.Array) -> dict[str, Any]:
+    """Scratch for the scales of fetched blocks, by page, and of the block in use, joined."""
+    _, rows, page_size = scales.shape
+    return {
+        "scales": pltpu.VMEM((num_buffers, fetch_tokens // page_size, rows, page_size), jnp.float32),
+        "joined_scales": pltpu.VMEM((rows, fetch_tokens), jnp.float32),
+    }
+
+
+def fused_call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    scalars: Sequence[jax.Array],
+    tables: Sequence[jax.Array],
+    table_specs: Sequence[pl.BlockSpec],
+    inputs: Mapping[str, jax.Array],
+    input_specs: Mapping[str, pl.BlockSpec],
+    pools: Mapping[str, jax.Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    output_specs: Mapping[str, pl.BlockSpec],
+    scratch: Mapping[str, Any],
+    interpret: Any,
+) -> tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]]:
+    """A pallas_call that reads and writes the pools in place.
+
+    The kernel gets references to scalars, tables, inputs, pools, outputs, the pools as outputs (the ones
+    to use) and scratch. Returns the outputs and the pools.
+    """
+    in_hbm = dict.fromkeys(pools, HBM)
+    args = (*scalars, *tables, inputs, pools)
+    first_pool = len(jax.tree.leaves(args[:-1]))
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=[*table_specs, input_specs, in_hbm],
+            out_specs=(output_specs, in_hbm),
+            scratch_shapes=[scratch],
+        ),
+        out_shape=(outputs, {pool: jax.ShapeDtypeStruct(x.shape, x.dtype) for pool, x in pools.items()}),
+        input_output_aliases={first_pool + i: len(outputs) + i for i in range(len(pools))},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",) * len(grid),
+            vmem_limit_bytes=_vmem_bytes(inputs, input_specs, outputs, output_specs, scratch),
+        ),
+        interpret=interpret,
+        name=name,
+    )(*args)
+
+
+def _vmem_bytes(
+    inputs: Mapping[str, Any],
+    input_specs: Mapping[str, pl.BlockSpec],
+    outputs: Mapping[str, Any],
+    output_specs: Mapping[str, pl.BlockSpec],
+    scratch: Mapping[str, Any],
+) -> int:
+    """What a kernel may take of VMEM: its scratch, two of each block, and what the compiler spills."""
+    size = sum(
+        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+        for x in scratch.values()
+        if x.memory_space == pltpu.VMEM
+    )
+    for arrays, specs in ((inputs, input_specs), (outputs, output_specs)):
+        for key, array in arrays.items():
+            block: Any = specs[key].block_shape or ()  # none of what stays in HBM
+            size += 2 * math.prod(n or 1 for n in block) * jnp.dtype(array.dtype).itemsize
+    return size + size // 4 + _SPILL_BYTES

@@ -1,0 +1,51 @@
+"""The engine with another attention kernel, interpreted: the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxinfer.config import ConfigError
+from jaxinfer.types import SamplingParams
+from tests.integration.engines import make_engine, run, tokens, write_byte_tokenizer
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+SIZES = dict(page_size=16, max_num_seqs=2, max_num_batched_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_same_tokens(model: str, tokenizer: Path) -> None:
+    """Chunks, a prompt that hits another's pages, decodes beside prefill; gemma3 has windows."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 150, 40).tolist()
+    prompts = [
+        shared,
+        rng.integers(0, 150, 7).tolist(),
+        [*shared, 1, 2, 3],
+        rng.integers(0, 150, 100).tolist(),
+    ]
+    requests = {f"{i}": (prompt, GREEDY) for i, prompt in enumerate(prompts)}
+    answers = []
+    for attention in ("xla", "tpu"):
+        engine = make_engine(tokenizer, model, attention=attention, **SIZES)
+        answers.append({key: tokens(out) for key, out in run(engine, requests).items()})
+        assert engine.stats().compilations_serving == 0
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), [(dict(page_size=8), "page_size=8"), (dict(dtype="float16"), "dtype='float16'")]
+)
+def test_what_the_kernel_does_not_have_is_refused(
+    changes: dict[str, object], message: str, tokenizer: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_engine(tokenizer, attention="tpu", **{**SIZES, **changes})
