@@ -79,7 +79,8 @@ def test_bodies_of_the_curl_examples_are_accepted(server: Server) -> None:
     for words in calls:
         path = next(word for word in words if word.startswith(SERVER)).removeprefix(SERVER)
         body = words[words.index("-d") + 1] if "-d" in words else None
-        response = server.http.request("GET" if body is None else "POST", path, content=body)
+        headers = dict([words[words.index("-H") + 1].split(": ")]) if "-H" in words else {}
+        response = server.http.request("GET" if body is None else "POST", path, content=body, headers=headers)
         assert response.status_code == 200, response.text
 
 
