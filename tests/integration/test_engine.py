@@ -261,7 +261,7 @@ def test_prompt_logprobs_survive_preemption(engine: Engine, tokenizer: Path) -> 
     others = {f"{i}": (PROMPTS[i][:8], greedy) for i in range(3)}
     requests = others | {"long": ([i % 200 for i in range(1, 101)], asks)}
     # Each decode takes a page, and none is left when half of the long prompt's chunks are computed.
-    tight = make_engine(tokenizer, max_num_batched_tokens=32, page_size=1, num_pages=125)
+    tight = make_engine(tokenizer, max_num_batched_tokens=32, max_model_len=112, page_size=1, num_pages=125)
     roomy_first, tight_first = (run(e, requests)["long"][0] for e in (engine, tight))
     assert (roomy_first.metrics.num_preemptions, tight_first.metrics.num_preemptions) == (0, 1)
     want, got = roomy_first.prompt_logprobs, tight_first.prompt_logprobs
