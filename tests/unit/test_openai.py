@@ -423,6 +423,7 @@ def test_memory_is_the_engines_ledger(server: Server) -> None:
     assert body["kv_cache"] == {
         "page_size": 16,
         "num_pages": 8,
+        "num_groups": 1,
         "dtype": "float32",
         "page_bytes": 100,
         "num_tokens": 112,
