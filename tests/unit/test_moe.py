@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxinfer.config import LayerConfig, ModelConfig, MoeConfig, RopeConfig
+from jaxinfer.config import LayerConfig, MeshConfig, ModelConfig, MoeConfig, RopeConfig
 from jaxinfer.models.moe import SparseMoe, route
+from jaxinfer.parallel.layout import partitioned
+from jaxinfer.parallel.mesh import make_mesh, over_groups, parameter_sharding, row_sharding
 
 D = 24
 
@@ -101,3 +103,37 @@ def test_a_token_gets_the_same_whatever_is_beside_it(num_tokens: int) -> None:
     for out in outs:
         np.testing.assert_array_equal(out, outs[0])
     assert np.isfinite(outs[0]).all()
+
+
+@pytest.mark.parametrize("moe", [MoeConfig(8, 2, 16, True), MoeConfig(6, 3, 16, True)])
+@pytest.mark.parametrize("mesh_shape", [(1, 2), (1, 4), (2, 2)])
+def test_a_mesh_gives_the_same(moe: MoeConfig, mesh_shape: tuple[int, int]) -> None:
+    """Whole experts on each device, or (6 experts over 4) a part of each."""
+    model, shape = make(moe), MeshConfig(*mesh_shape)
+    mesh = make_mesh(shape, jax.devices())
+    assert mesh is not None
+    laid_out = partitioned(model.config, shape.tensor)
+    on_mesh = SparseMoe(laid_out, laid_out.layers[0].moe or moe, jnp.float32)
+    values = {
+        "gate.weight": np.asarray(model.gate.weight[...]),
+        "experts.gate_up_proj": np.asarray(model.experts.gate_up_proj[...]),
+        "experts.down_proj": np.asarray(model.experts.down_proj[...]),
+    }
+    if laid_out.layers[0].moe == moe:  # rows in blocks of (gate_t, up_t)
+        halves = np.split(values["experts.gate_up_proj"], 2, axis=1)
+        parts = zip(*(np.split(half, shape.tensor, axis=1) for half in halves), strict=True)
+        values["experts.gate_up_proj"] = np.concatenate(
+            [np.concatenate(pair, axis=1) for pair in parts], axis=1
+        )
+    for path, param in nnx.to_flat_state(nnx.state(on_mesh)):
+        name = ".".join(map(str, path))
+        place = parameter_sharding(mesh, f"model.layers.0.mlp.{name}", laid_out)
+        param.set_value(jax.device_put(values[name], place))
+    x = (
+        np.random.default_rng(1).normal(size=(shape.data * D, 5)).astype(np.float32)
+    )  # a group's above another's
+    run = jax.jit(over_groups(lambda model, x: model(x), mesh, num_shared=1))
+    out = np.split(np.asarray(run(on_mesh, jax.device_put(x, row_sharding(mesh)))), shape.data)
+    for own, group in zip(np.split(x, shape.data), out, strict=True):
+        want = by_hand(model, own)
+        np.testing.assert_allclose(group, want, rtol=0, atol=2e-5 * np.abs(want).max())
