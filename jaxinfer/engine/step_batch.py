@@ -54,7 +54,7 @@ class StepBatch:
 
     Attributes:
       token_ids: [T] int32; those of decode rows are in the slots, and 0 here.
-      positions: [T] int32.
+      positions: [T] int32, -1 for padding.
       attention: which rows are whose, and their pages.
       decode_slots: [S] int32, the slot of each decode row.
       sample_rows: [M] int32, the rows whose logits are sampled.
@@ -212,7 +212,7 @@ class _GroupBatcher:
             self._update_slot(seq)
         num_tiles = bucket.num_prefill_rows // PREFILL_TILE
         token_ids = np.zeros(bucket.num_rows, np.int32)
-        positions = np.zeros(bucket.num_rows, np.int32)
+        positions = np.full(bucket.num_rows, -1, np.int32)
         write_index = np.zeros(bucket.num_rows, np.int32)
         decode, decode_slots = self._build_decodes(decodes, bucket.num_decodes, positions, write_index)
 
@@ -276,7 +276,7 @@ class _GroupBatcher:
             return None, slots
         page_table = np.zeros((size, self._page_table.shape[1]), np.int32)
         page_table[:count] = self._page_table[slots[:count]]
-        start = positions[:size].copy()
+        start = np.maximum(positions[:size], 0)
         kv_len = np.zeros(size, np.int32)
         kv_len[:count] = start[:count] + 1
         return QueryTiles(page_table, start, kv_len), slots  # type: ignore[arg-type]

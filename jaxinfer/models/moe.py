@@ -105,10 +105,12 @@ class SparseMoe(nnx.Module):
         self.gate = Linear(config.hidden_size, moe.num_experts, jnp.float32)
         self.experts = Experts(config.hidden_size, moe, dtype)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[D, T] -> [D, T]."""
+    def __call__(self, x: jax.Array, is_token: jax.Array) -> jax.Array:
+        """[D, T] -> [D, T]; 0 where `is_token` [T] is False, for which no expert is read."""
         gate_up, down = self.experts.gate_up_proj[...], self.experts.down_proj[...]
-        args = (x, *route(x, self.gate.weight[...], self.moe), gate_up, down)
+        expert_ids, weights = route(x, self.gate.weight[...], self.moe)
+        expert_ids = jnp.where(is_token[:, None], expert_ids, self.moe.num_experts)
+        args = (x, expert_ids, weights, gate_up, down)
         if jax.sharding.get_abstract_mesh().empty:
             return apply_experts(*args, self.config.hidden_act).astype(x.dtype)
         return self._over_devices(*args).astype(x.dtype)

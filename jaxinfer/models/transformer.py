@@ -144,27 +144,37 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
+        is_token: jax.Array,
         rope: tuple[jax.Array, jax.Array],
         kv_pages: KVPages,
         metadata: Any,
         layer: LayerConfig,
         attend: AttentionFn,
     ) -> tuple[jax.Array, KVPages]:
-        """x [D, T] -> [D, T], and the layer's pages with this step's k and v written."""
+        """x [D, T] -> [D, T], and the layer's pages with this step's k and v written.
+
+        `is_token` [T] is False for padding, for which no experts are read.
+        """
         out, kv_pages = self.self_attn(self.input_layernorm(x), rope, kv_pages, metadata, layer, attend)
         if self.sandwich_norms:
             x = x + self.post_attention_layernorm(out)
-            out = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+            out = self.post_feedforward_layernorm(
+                self._feed_forward(self.pre_feedforward_layernorm(x), is_token)
+            )
         else:
             x = x + out
-            out = self.mlp(self.post_attention_layernorm(x))
+            out = self._feed_forward(self.post_attention_layernorm(x), is_token)
         return x + out, kv_pages
+
+    def _feed_forward(self, x: jax.Array, is_token: jax.Array) -> jax.Array:
+        return self.mlp(x, is_token) if isinstance(self.mlp, SparseMoe) else self.mlp(x)
 
 
 @partial(jax.jit, static_argnames=("layer", "attend"))
 def _run_layer(
     module: DecoderLayer,
     x: jax.Array,
+    is_token: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     kv_pages: KVPages,
     metadata: Any,
@@ -173,7 +183,7 @@ def _run_layer(
     attend: AttentionFn,
 ) -> tuple[jax.Array, KVPages]:
     """Jitted so that layers of equal config are traced and lowered once; XLA inlines the calls."""
-    return module(x, rope, kv_pages, metadata, layer, attend)
+    return module(x, is_token, rope, kv_pages, metadata, layer, attend)
 
 
 class Backbone(nnx.Module):
@@ -211,7 +221,7 @@ class Transformer(nnx.Module):
 
         Args:
           token_ids: int32 [T], of any number of sequences.
-          positions: int32 [T], each token's place in its sequence, from 0.
+          positions: int32 [T], each token's place in its sequence, from 0; -1 for padding.
           kv_pages: one entry a layer, handed to `attend`.
           metadata: handed to `attend`; a pytree.
           attend: writes k and v, and attends.
@@ -228,7 +238,14 @@ class Transformer(nnx.Module):
         pages: list[KVPages] = []
         for module, layer, layer_pages in zip(self.model.layers, config.layers, kv_pages, strict=True):
             x, layer_pages = _run_layer(
-                module, x, ropes[layer.rope], layer_pages, metadata, layer=layer, attend=attend
+                module,
+                x,
+                positions >= 0,
+                ropes[layer.rope],
+                layer_pages,
+                metadata,
+                layer=layer,
+                attend=attend,
             )
             pages.append(layer_pages)
         return self.model.norm(x).T, tuple(pages)

@@ -37,6 +37,11 @@ def make(moe: MoeConfig) -> SparseMoe:
     return model
 
 
+def whole(model: SparseMoe, x: jax.Array) -> jax.Array:
+    """Of tokens alone, no padding."""
+    return model(x, jnp.ones(x.shape[1], bool))
+
+
 def by_hand(model: SparseMoe, x: np.ndarray) -> np.ndarray:
     """A token after the other, an expert after the other."""
     router, gate_up, down = (
@@ -68,7 +73,7 @@ def by_hand(model: SparseMoe, x: np.ndarray) -> np.ndarray:
 def test_equals_a_loop_over_tokens(moe: MoeConfig, num_tokens: int) -> None:
     model = make(moe)
     x = np.random.default_rng(num_tokens).normal(size=(D, num_tokens)).astype(np.float32)
-    out = jax.jit(lambda model, x: model(x))(model, x)
+    out = jax.jit(whole)(model, x)
     want = by_hand(model, x)
     np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=2e-5 * np.abs(want).max())
 
@@ -87,7 +92,7 @@ def test_route_by_hand() -> None:
 def test_a_token_gets_the_same_whatever_is_beside_it(num_tokens: int) -> None:
     """Bit for bit: other neighbours, which fill other groups; another place; neighbours of NaN."""
     model = make(MoeConfig(8, 2, 16, True))
-    run = jax.jit(lambda model, x: model(x))
+    run = jax.jit(whole)
     rng = np.random.default_rng(0)
     tokens = rng.normal(size=(D, 2)).astype(np.float32)
     outs = []
@@ -132,8 +137,23 @@ def test_a_mesh_gives_the_same(moe: MoeConfig, mesh_shape: tuple[int, int]) -> N
     x = (
         np.random.default_rng(1).normal(size=(shape.data * D, 5)).astype(np.float32)
     )  # a group's above another's
-    run = jax.jit(over_groups(lambda model, x: model(x), mesh, num_shared=1))
+    run = jax.jit(over_groups(whole, mesh, num_shared=1))
     out = np.split(np.asarray(run(on_mesh, jax.device_put(x, row_sharding(mesh)))), shape.data)
     for own, group in zip(np.split(x, shape.data), out, strict=True):
         want = by_hand(model, own)
         np.testing.assert_allclose(group, want, rtol=0, atol=2e-5 * np.abs(want).max())
+
+
+def test_no_expert_is_read_for_padding() -> None:
+    """Experts that only padding would choose may be NaN: what is multiplied by 0 would not be 0 then."""
+    model = make(MoeConfig(8, 2, 16, True))
+    x = np.random.default_rng(2).normal(size=(D, 6)).astype(np.float32)
+    is_token = np.array([True, False, False, False, False, False])
+    want = by_hand(model, x[:, :1])
+    chosen, _ = route(jnp.asarray(x[:, :1]), model.gate.weight[...], model.moe)
+    for param in (model.experts.gate_up_proj, model.experts.down_proj):
+        others = np.setdiff1d(np.arange(8), np.asarray(chosen))
+        param.set_value(param[...].at[others].set(jnp.nan))
+    out = np.asarray(jax.jit(lambda model, x, is_token: model(x, is_token))(model, x, is_token))
+    np.testing.assert_allclose(out[:, :1], want, rtol=0, atol=2e-5 * np.abs(want).max())
+    np.testing.assert_array_equal(out[:, 1:], 0)
