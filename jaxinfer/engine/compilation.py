@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from absl import logging
 from jax import monitoring
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxinfer.config import ConfigError
 
@@ -39,6 +40,21 @@ def use_persistent_cache(directory: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    _enable_persistent_cache(True)
+
+
+def bypass_persistent_cache() -> None:
+    """Compiles anew whatever the cache has: what is to be serialised.
+
+    A program that was read from the cache is serialised without its machine code on the CPU, and
+    fails when it is called.
+    """
+    _enable_persistent_cache(False)
+
+
+def _enable_persistent_cache(enabled: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()  # jax asks whether it is enabled once
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,12 @@ from absl import logging
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, parse_mesh
-from jaxinfer.engine.compilation import CompilationCounter, CompiledWhileServingError, use_persistent_cache
+from jaxinfer.engine.compilation import (
+    CompilationCounter,
+    CompiledWhileServingError,
+    bypass_persistent_cache,
+    use_persistent_cache,
+)
 from jaxinfer.engine.hollow import hollow_programs
 from jaxinfer.engine.host_memory import keep_freed_memory, use_huge_pages
 from jaxinfer.engine.outputs import LiveCompletion, LiveRequest
@@ -71,7 +77,9 @@ class Engine:
         self.config = config
         self.metrics = Metrics()
         self.host_times_s: deque[float] = deque(maxlen=MAX_HOST_TIMES)
-        if config.compilation_cache_dir:
+        if config.bundle:
+            bypass_persistent_cache()
+        elif config.compilation_cache_dir:
             use_persistent_cache(Path(config.compilation_cache_dir))
         self._counter = CompilationCounter()
         cache_dir = Path(config.cache_dir) if config.cache_dir else None
@@ -95,7 +103,8 @@ class Engine:
         reader.close()
         if device.platform == "cpu":
             keep_freed_memory()
-            use_huge_pages(jax.tree.leaves(model))
+            # Takes a second, for which nobody need wait.
+            threading.Thread(target=use_huge_pages, args=(jax.tree.leaves(model),), daemon=True).start()
         ready_s = time.monotonic()
         self.timeline = (
             ("open", opened_s - start_s),
