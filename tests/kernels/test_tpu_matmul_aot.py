@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -68,24 +69,34 @@ def test_channels_scales_need_no_expanded_weights(chip: str) -> None:
     assert largest_fusion_cycles(compiled) < 0.6 * of_bfloat16
 
 
+def in_groups(num_rows: int, group_size: int) -> tuple[tuple[Any, ...], ...]:
+    return (num_rows, D, "bfloat16"), (D, F, "int4"), (D // group_size, F, "float32")
+
+
 @chips
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-@pytest.mark.parametrize("num_rows", [8, 512])
-def test_weights_in_groups_are_not_expanded_in_hbm(chip: str, num_rows: int, group_size: int) -> None:
-    """By the kernel, or a product a group; XLA alone writes them all for 512 rows: 2 bytes each."""
-    operands = ((num_rows, D, "bfloat16"), (D, F, "int4"), (D // group_size, F, "float32"))
-    compiled = compile_for(chip, quantized_matmul, *operands)
+@pytest.mark.parametrize(
+    ("num_rows", "group_size", "kernels"),
+    [(8, 128, 0), (8, 32, 1), (512, 32, 1), (512, 64, 1), (512, 128, 1)],
+)
+def test_weights_in_groups_are_not_expanded_in_hbm(
+    chip: str, num_rows: int, group_size: int, kernels: int
+) -> None:
+    """By the kernel or, for few rows, by a product a group."""
+    compiled = compile_for(chip, quantized_matmul, *in_groups(num_rows, group_size))
     assert compiled.memory_analysis().temp_size_in_bytes < SMALL
-    assert compiled.as_text().count("tpu_custom_call") == (num_rows > 16 or group_size < 128)
-    if num_rows > 16:
-        xla = compile_for(chip, lambda *args: quantized_matmul(*args, backend="xla"), *operands)
-        assert xla.memory_analysis().temp_size_in_bytes >= 2 * D * F
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == kernels
+
+
+def test_xla_alone_expands_them() -> None:
+    """Why there is a kernel: 2 bytes a weight. If this fails, see whether it is still worth it."""
+    compiled = compile_for("v5e", partial(quantized_matmul, backend="xla"), *in_groups(512, 128))
+    assert compiled.memory_analysis().temp_size_in_bytes >= 2 * D * F
 
 
 @chips
 @pytest.mark.parametrize(
     ("num_rows", "num_groups", "num_inputs", "num_outputs"),
-    [(1024, 8, 4096, 14336), (1024, 8, 14336, 4096), (128, 128, 2048, 1536), (4096, 128, 768, 2048)],
+    [(1024, 8, 14336, 4096), (128, 128, 2048, 1536), (4096, 128, 768, 2048)],
 )
 def test_experts_are_not_copied(
     chip: str, num_rows: int, num_groups: int, num_inputs: int, num_outputs: int
