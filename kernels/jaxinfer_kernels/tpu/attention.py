@@ -124,6 +124,11 @@ def _check(q: jax.Array, kv_pages: KVPages, num_decodes: int, prefill: QueryTile
         raise ValueError(
             f"page_size={kv_pages.page_size} must be at least {SMALLEST_PAGE} with backend='tpu'"
         )
+    if kv_pages.scales is not None and 128 % kv_pages.page_size and kv_pages.page_size % 128:
+        raise ValueError(
+            f"page_size={kv_pages.page_size} must divide 128 or be a multiple of it with backend='tpu' and "
+            f"kv_pages.data ({kv_pages.dtype})"
+        )
     if prefill is not None:
         tile = (q.shape[0] - num_decodes) // prefill.start.shape[0]
         if tile % TILE_ROWS:

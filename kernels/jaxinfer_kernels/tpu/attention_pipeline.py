@@ -168,7 +168,13 @@ def head_scales(
     if "joined_scales" not in scratch:
         return None, None
     joined = scratch["joined_scales"]
-    return joined[pl.ds(2 * head, 1), rows], joined[pl.ds(2 * head + 1, 1), rows]
+    first = lax.div(rows.start, LANES)
+    units = [first + i for i in range(rows.size // LANES)]
+    keys, values = (
+        jnp.concatenate([joined[unit, pl.ds(row, 1), :] for unit in units], axis=1)
+        for row in (2 * head, 2 * head + 1)
+    )
+    return keys, values
 
 
 def finish_rows(running_max: jax.Array, total: jax.Array, acc: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -251,17 +257,19 @@ def wait_pages(
 
 
 def join_scales(fetched: Ref, joined: Ref) -> None:
-    """The scales of a block's pages, [f // page_size, 2K, page_size], side by side: [2K, f]."""
+    """The scales of a block's pages, [f // page_size, 2K, page_size], by 128 positions: [f // 128, 2K, 128]."""
     page_size = fetched.shape[2]
-    width = max(page_size, LANES)
-    pages = width // page_size
+    pages, units = max(1, LANES // page_size), max(1, page_size // LANES)  # pages a unit, units a page
 
     def join(index: Scalar, _: None) -> None:
-        parts = [fetched[index * pages + i] for i in range(pages)]
-        lanes = pl.ds(pl.multiple_of(index * width, width), width)
-        joined[:, lanes] = parts[0] if pages == 1 else jnp.concatenate(parts, axis=1)
+        if units > 1:
+            for unit in range(units):
+                joined[index * units + unit] = fetched[index, :, unit * LANES : (unit + 1) * LANES]
+        else:
+            parts = [fetched[index * pages + i] for i in range(pages)]
+            joined[index] = parts[0] if pages == 1 else jnp.concatenate(parts, axis=1)
 
-    lax.fori_loop(0, joined.shape[1] // width, join, None)
+    lax.fori_loop(0, joined.shape[0] // units, join, None)
 
 
 def pools_of(kv_pages: KVPages) -> dict[str, jax.Array]:
@@ -275,7 +283,7 @@ def scale_buffers(num_buffers: int, fetch_tokens: int, scales: jax.Array) -> dic
     _, rows, page_size = scales.shape
     return {
         "scales": pltpu.VMEM((num_buffers, fetch_tokens // page_size, rows, page_size), jnp.float32),
-        "joined_scales": pltpu.VMEM((rows, fetch_tokens), jnp.float32),
+        "joined_scales": pltpu.VMEM((fetch_tokens // LANES, rows, LANES), jnp.float32),
     }
 
 
