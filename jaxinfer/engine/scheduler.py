@@ -426,16 +426,9 @@ class Scheduler:
         samples = end >= entry.prefill_end
         sequence.num_computed_tokens = end
         sequence.num_inflight_samples += samples
+        group, slot = entry.group.index, sequence.slot
         return ScheduledSeq(
-            sequence=sequence,
-            group=entry.group.index,
-            slot=sequence.slot,
-            start=start,
-            num_tokens=end - start,
-            token_ids=token_ids,
-            page_ids=entry.page_ids,
-            samples=samples,
-            first=first,
+            sequence, group, slot, start, end - start, token_ids, entry.page_ids, samples, first
         )
 
     def _rows(self, num_tokens: int) -> int:

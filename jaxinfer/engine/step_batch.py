@@ -151,12 +151,14 @@ class StepBatcher:
         """The plan's arrays, all fresh: the device may read them after this returns."""
         num_samples = self.num_samples(bucket)
         wants_targets = any(s.sequence.request.params.prompt_logprobs is not None for s in plan.prefills)
+        if len(self._groups) == 1:
+            return self._groups[0].build(plan.decodes, plan.prefills, bucket, num_samples, wants_targets)
         steps = []
         for index, group in enumerate(self._groups):
             decodes = tuple(seq for seq in plan.decodes if seq.group == index)
             prefills = tuple(seq for seq in plan.prefills if seq.group == index)
             steps.append(group.build(decodes, prefills, bucket, num_samples, wants_targets))
-        return steps[0] if len(steps) == 1 else _side_by_side(steps)
+        return _side_by_side(steps)
 
     def neutral_sampling(self, size: int) -> SamplingBatch:
         """The sampling of `size` rows a group that are all padding."""
