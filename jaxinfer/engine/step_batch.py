@@ -100,7 +100,9 @@ def make_buckets(config: SchedulerConfig) -> tuple[Bucket, ...]:
     decodes = [Bucket(size, 0) for size in decode_sizes(config.max_num_seqs)]
     prefills = [Bucket(0, size) for size in _sizes(2 * PREFILL_TILE, most, factor=2)]
     mixed = [Bucket(config.max_num_seqs, size) for size in _sizes(4 * PREFILL_TILE, most, factor=4)]
-    return (*decodes, *prefills, *(mixed if config.max_num_seqs > 1 else ()))
+    # A sequence alone never decodes while it prefills, but one group may while another does.
+    alone = config.max_num_seqs * config.num_groups == 1
+    return (*decodes, *prefills, *(() if alone else mixed))
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
