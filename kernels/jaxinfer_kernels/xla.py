@@ -133,7 +133,8 @@ def write_rows(kv_pages: KVPages, rows: jax.Array, kv_write_index: jax.Array) ->
 def _fetch_rows(kv_pages: KVPages, row_ids: jax.Array) -> jax.Array:
     """Rows [R, K, pages] of the pool, page by page -> [R, K, S, H]."""
     num_pages, num_rows, page_size, head_dim = kv_pages.data.shape
-    rows = kv_pages.data.reshape(num_pages * num_rows, page_size * head_dim)
+    # Only leading dimensions are merged: a TPU, whose tiles span the last two, would copy all pages else.
+    rows = kv_pages.data.reshape(num_pages * num_rows, page_size, head_dim)
     fetched = rows.at[row_ids.reshape(-1)].get(mode="promise_in_bounds")
     fetched = jax.lax.bitcast_convert_type(fetched, kv_pages.dtype)
     return fetched.reshape(*row_ids.shape[:2], -1, head_dim)
