@@ -257,7 +257,7 @@ def wait_pages(
 
 
 def join_scales(fetched: Ref, joined: Ref) -> None:
-    """The scales of a block's pages, [f // page_size, 2K, page_size], by 128 positions: [f // 128, 2K, 128]."""
+    """The scales of a block's pages, [f // page_size, 2K, page_size], by 128: [f // 128, 2K, 128]."""
     page_size = fetched.shape[2]
     pages, units = max(1, LANES // page_size), max(1, page_size // LANES)  # pages a unit, units a page
 
