@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from jaxinfer import flags
+from jaxinfer import flags, plan
 from jaxinfer.bench import MEASUREMENTS
+from jaxinfer.memory.ledger import GIB
 from tests.fake_engine import FakeEngine
 from tests.fake_server import Server, serving
 from tests.integration.processes import ENGINE_FLAGS, TIMEOUT_S, environment, run
@@ -65,6 +66,40 @@ def test_the_table_of_flags_has_their_defaults() -> None:
     rows = re.findall(r"^\| `--(\w+)` \| `(\S+)` \|", README, re.MULTILINE)
     assert len(rows) > 10
     assert dict(rows).items() <= dict(re.findall(r"--(\w+)  \(default: (\S+)\)", str(text.value))).items()
+
+
+PLANNED = {
+    "v5e 2x4": ("v5e", "1x8"),
+    "v6e 2x4": ("v6e", "1x8"),
+    "v5p 2x2x1": ("v5p", "1x4"),
+    "H100": ("h100", "1x1"),
+}
+PLAN_FLAGS = ("--max_model_len=8192", "--max_num_seqs=256", "--mean_len=2048", "--json")
+
+
+def planned(row: str, chip: str, mesh: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """A cell of the table of plans."""
+    name, _, quantize = row.partition(", ")
+    path = Path(__file__).parents[1] / "golden" / "configs" / f"{name}.json"
+    flags = (f"--chip={chip}", f"--mesh={mesh}", f"--quantize={quantize or 'none'}")
+    plan.main([f"--model={path}", *flags, *PLAN_FLAGS])
+    report = json.loads(capsys.readouterr().out)
+    weights = f"{report['bytes_a_device']['weights'] / GIB:.1f} GiB"
+    if not report["fits"]:
+        return f"no: {weights}"
+    speed = report["roofline"]["decode"]["tokens_per_s_a_chip"]
+    requests = report["requests"]["at_max_model_len"]
+    return f"{weights}; {report['kv_cache']['num_tokens']:,}; {requests}; {speed:,.0f}"
+
+
+def test_the_table_of_plans_is_what_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    head, *rows = re.findall(r"^\| (?:model|Llama|Qwen|Gemma|Mixtral).*$", README, re.MULTILINE)
+    columns = [PLANNED[name.split(",")[0]] for name in head.strip("| ").split(" | ")[1:]]
+    assert len(columns) == 4
+    assert len(rows) == 12
+    for row in rows:
+        model, *cells = row.strip("| ").split(" | ")
+        assert cells == [planned(model, *column, capsys) for column in columns], model
 
 
 @pytest.fixture
