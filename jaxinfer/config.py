@@ -133,7 +133,7 @@ class CacheConfig:
     page_size: int
     num_pages: int
     dtype: str
-    backend: Literal["tpu", "xla"] = "xla"  # the attention kernels', which own the layout
+    backend: Literal["tpu", "gpu", "xla"] = "xla"  # the attention kernels', which own the layout
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling: Literal["fcfs", "priority"] = "fcfs"
+    prefill_tile: int = 32  # a chunk's rows are a multiple of it, as the attention kernels want
     num_groups: int = 1
 
 
@@ -178,7 +179,7 @@ class EngineConfig:
     rope_scaling: str | None = None  # JSON, as in config.json
     verify: Literal["none", "size", "sha256"] = "size"
     load_format: Literal["auto", "dummy"] = "auto"
-    attention: Literal["auto", "tpu", "xla"] = "auto"
+    attention: Literal["auto", "tpu", "gpu", "xla"] = "auto"
 
     def replace(self, **changes: object) -> EngineConfig:
         return replace(self, **changes)  # type: ignore[arg-type]

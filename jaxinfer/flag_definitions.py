@@ -73,8 +73,8 @@ def define_engine(values: FlagValues) -> None:
     choice("load_format", ["auto", "dummy"], "dummy is random weights.")
     choice(
         "attention",
-        ["auto", "tpu", "xla"],
-        "The attention kernel; auto is the device's own. tpu is interpreted elsewhere, to check it.",
+        ["auto", "tpu", "gpu", "xla"],
+        "The attention kernel; auto is tpu on a TPU, else xla. tpu and gpu are interpreted elsewhere.",
     )
 
 

@@ -28,7 +28,6 @@ from jaxinfer.engine.prepare import prepare_programs
 from jaxinfer.engine.resolve import check, resolve
 from jaxinfer.engine.runner import InFlight, Runner
 from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.engine.step_batch import PREFILL_TILE
 from jaxinfer.memory.measured import MemoryReport
 from jaxinfer.metrics import EngineStats, Metrics
 from jaxinfer.models.families import load_model_config
@@ -90,7 +89,7 @@ class Engine:
         resolved = self._resolved = resolve(config, self.model_config, device)
         logging.info("bytes of a device, planned: %s", resolved.ledger)
         self.scheduler_config, self.cache_config = resolved.scheduler, resolved.cache
-        self._scheduler = Scheduler(resolved.scheduler, resolved.cache, PREFILL_TILE)
+        self._scheduler = Scheduler(resolved.scheduler, resolved.cache)
         dtype = jnp.dtype(resolved.dtype)
         opened_s = time.monotonic()
         with ThreadPoolExecutor(2) as pool:

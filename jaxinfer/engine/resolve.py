@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from absl import logging
 
@@ -18,10 +18,10 @@ from jaxinfer.config import (
     parse_mesh,
 )
 from jaxinfer.engine.page_pool import pages_for
-from jaxinfer.engine.step_batch import PREFILL_TILE, padded_rows
+from jaxinfer.engine.step_batch import padded_rows
 from jaxinfer.memory.ledger import GIB, CompiledBytes, DoesNotFitError, Ledger, MemoryModel
 from jaxinfer.parallel.layout import padding
-from jaxinfer_kernels import kv_tile_tokens
+from jaxinfer_kernels import Backend, kv_tile_tokens, prefill_tile_tokens
 
 # On a host, whose memory other programs share, the cache takes so much unless told otherwise.
 CPU_KV_CACHE_BYTES = GIB
@@ -77,10 +77,6 @@ def check(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < least:
             raise ConfigError(f"{name}={value} must be {least} or more")
-    if config.max_num_batched_tokens < PREFILL_TILE:
-        raise ConfigError(
-            f"max_num_batched_tokens={config.max_num_batched_tokens} must be {PREFILL_TILE} or more"
-        )
     if not 0.0 < config.memory_utilization <= 1.0:
         raise ConfigError(f"memory_utilization={config.memory_utilization} must be over 0 and at most 1")
     try:
@@ -112,6 +108,9 @@ def resolve(
     check(config)
     dtype, kv_dtype = _dtypes(config, device)
     backend = _backend(config, device, dtype, kv_dtype)
+    tile = prefill_tile_tokens(backend)
+    if config.max_num_batched_tokens < tile:
+        raise ConfigError(f"max_num_batched_tokens={config.max_num_batched_tokens} must be {tile} or more")
     if (config.max_model_len or 0) > model.max_position_embeddings:
         raise ConfigError(
             f"max_model_len={config.max_model_len} must be at most {model.max_position_embeddings}, "
@@ -126,7 +125,7 @@ def resolve(
         kv_dtype,
         page_size=config.page_size,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=_prefill_rows(config, model.max_position_embeddings),
+        max_num_batched_tokens=_prefill_rows(config, model.max_position_embeddings, tile),
         tensor=mesh.tensor,
         quantize=quantize,
         on_host=device.platform == "cpu",
@@ -146,7 +145,7 @@ def resolve(
             planned,
             budget_bytes,
         )
-    memory = replace(memory, max_num_batched_tokens=_prefill_rows(config, max_model_len))
+    memory = replace(memory, max_num_batched_tokens=_prefill_rows(config, max_model_len, tile))
     scheduler = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=memory.max_num_batched_tokens,
@@ -154,6 +153,7 @@ def resolve(
         enable_prefix_caching=config.enable_prefix_caching,
         enable_chunked_prefill=config.enable_chunked_prefill,
         scheduling=config.scheduling,
+        prefill_tile=tile,
         num_groups=mesh.data,
     )
     cache = CacheConfig(config.page_size, num_pages, kv_dtype, backend)
@@ -178,12 +178,17 @@ def _dtypes(config: EngineConfig, device: Device) -> tuple[str, str]:
     return dtype, kv_dtype
 
 
-def _backend(config: EngineConfig, device: Device, *dtypes: str) -> Literal["tpu", "xla"]:
-    """The attention kernels' backend: as asked, else the device's own."""
+def _backend(config: EngineConfig, device: Device, *dtypes: str) -> Backend:
+    """The attention kernels' backend: as asked, else a TPU's own, and XLA's elsewhere."""
     if config.attention != "auto":
         backend = config.attention
     else:
         backend = "tpu" if device.platform == "tpu" else "xla"
+    if backend == "gpu" and dtypes not in {("bfloat16", "bfloat16"), ("float16", "float16")}:
+        raise ConfigError(
+            f"dtype={config.dtype!r} and kv_cache_dtype={config.kv_cache_dtype!r} must both be bfloat16 or "
+            "both float16 with attention=gpu"
+        )
     if backend == "tpu" and config.page_size < SMALLEST_TPU_PAGE:
         raise ConfigError(
             f"page_size={config.page_size} must be {SMALLEST_TPU_PAGE} or more with "
@@ -197,11 +202,11 @@ def _backend(config: EngineConfig, device: Device, *dtypes: str) -> Literal["tpu
     return backend
 
 
-def _prefill_rows(config: EngineConfig, max_model_len: int) -> int:
+def _prefill_rows(config: EngineConfig, max_model_len: int, tile: int) -> int:
     """Of the largest step: no more than all slots have at the length limit."""
     if not config.enable_chunked_prefill:
         return config.max_num_batched_tokens
-    return min(config.max_num_batched_tokens, padded_rows(max_model_len) * config.max_num_seqs)
+    return min(config.max_num_batched_tokens, padded_rows(max_model_len, tile) * config.max_num_seqs)
 
 
 def _total_bytes(device: Device, mesh: MeshConfig) -> int:

@@ -97,19 +97,18 @@ class _Entry:
 class Scheduler:
     """Owns the sequences, the slots and the pages. Not thread safe."""
 
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig, prefill_tile: int = 1) -> None:
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
         """Args:
-          config: limits and policy.
+          config: limits and policy. The runner lays chunks out in tiles: a chunk of n tokens takes
+            ceil(n / prefill_tile) * prefill_tile rows of `max_num_batched_tokens`.
           cache: size of the paged KV cache.
-          prefill_tile: the runner lays chunks out in tiles of so many rows: a chunk of n tokens
-            takes ceil(n / prefill_tile) * prefill_tile rows of `max_num_batched_tokens`.
 
         Raises:
           ConfigError: the budget can't hold a tile, or a whole prompt where chunks are off.
         """
         self._config = config
         self._page_size = cache.page_size
-        self._tile = prefill_tile
+        self._tile = config.prefill_tile
         # A preempted sequence's prompt is all its tokens, so any length up to the limit must fit.
         chunked = config.enable_chunked_prefill
         min_rows = self._rows(1 if chunked else config.max_model_len)

@@ -3,7 +3,7 @@
 Each data-parallel group has a batch of its own, all of one bucket; a step's arrays are the groups'
 batches one after another, and rows, slots and pages are numbered within the group.
 
-Dims, of a group: S decode rows, R prefill tiles of B = PREFILL_TILE rows, C = R * B, T = S + C tokens,
+Dims, of a group: S decode rows, R prefill tiles of B = prefill_tile rows, C = R * B, T = S + C tokens,
 M sampled rows, P pages a sequence.
 """
 
@@ -20,9 +20,7 @@ from jaxinfer.config import CacheConfig, SchedulerConfig
 from jaxinfer.memory.ledger import page_table_width
 from jaxinfer.ops.sampling import SamplingBatch, SamplingRows
 from jaxinfer.types import ScheduledSeq, StepPlan
-from jaxinfer_kernels import AttentionMetadata, QueryTiles, prefill_tile_tokens
-
-PREFILL_TILE = prefill_tile_tokens("xla")
+from jaxinfer_kernels import AttentionMetadata, QueryTiles
 
 
 @dataclass(frozen=True, order=True)
@@ -93,13 +91,14 @@ def make_buckets(config: SchedulerConfig) -> tuple[Bucket, ...]:
     """Every shape that a step can have under this configuration; a closed set.
 
     A start reads or compiles each, so they are few: 1, 4, 8, 16 ... max_num_seqs rows of decodes
-    alone; 64, 128, 256 ... rows of prefill alone; and, with room for all decodes, 128, 512 ... rows
-    of prefill. The largest of each is what the configuration allows.
+    alone; 2, 4, 8 ... tiles of prefill alone; and, with room for all decodes, 4, 16 ... tiles of
+    prefill. The largest of each is what the configuration allows.
     """
-    most = config.max_num_batched_tokens // PREFILL_TILE * PREFILL_TILE
+    tile = config.prefill_tile
+    most = config.max_num_batched_tokens // tile * tile
     decodes = [Bucket(size, 0) for size in decode_sizes(config.max_num_seqs)]
-    prefills = [Bucket(0, size) for size in _sizes(2 * PREFILL_TILE, most, factor=2)]
-    mixed = [Bucket(config.max_num_seqs, size) for size in _sizes(4 * PREFILL_TILE, most, factor=4)]
+    prefills = [Bucket(0, size) for size in _sizes(2 * tile, most, factor=2)]
+    mixed = [Bucket(config.max_num_seqs, size) for size in _sizes(4 * tile, most, factor=4)]
     # A sequence alone never decodes while it prefills, but one group may while another does.
     alone = config.max_num_seqs * config.num_groups == 1
     return (*decodes, *prefills, *(() if alone else mixed))
@@ -124,6 +123,7 @@ class StepBatcher:
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
         self._max_num_seqs = config.max_num_seqs
+        self._tile = config.prefill_tile
         self._groups = [_GroupBatcher(config, cache) for _ in range(config.num_groups)]
         self.buckets = make_buckets(config)
         self.sample_sizes = decode_sizes(config.max_num_seqs)
@@ -135,7 +135,7 @@ class StepBatcher:
         for seq in plan.decodes:
             decodes[seq.group] += 1
         for seq in plan.prefills:
-            rows[seq.group] += padded_rows(seq.num_tokens)
+            rows[seq.group] += padded_rows(seq.num_tokens, self._tile)
         return next(
             b
             for b in self.buckets
@@ -146,7 +146,7 @@ class StepBatcher:
 
     def num_samples(self, bucket: Bucket) -> int:
         """M: room for each decode and for the end of each chunk, which has a tile to itself."""
-        most = min(bucket.num_decodes + bucket.num_prefill_rows // PREFILL_TILE, self._max_num_seqs)
+        most = min(bucket.num_decodes + bucket.num_prefill_rows // self._tile, self._max_num_seqs)
         return next(size for size in self.sample_sizes if size >= most)
 
     def build(self, plan: StepPlan, bucket: Bucket) -> BuiltStep:
@@ -197,6 +197,7 @@ class _GroupBatcher:
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
         self._max_num_seqs = config.max_num_seqs
+        self._tile = config.prefill_tile
         self._page_size = cache.page_size
         self.sampling_rows = SamplingRows(config.max_num_seqs)
         width = page_table_width(config.max_model_len, cache.page_size)
@@ -214,7 +215,7 @@ class _GroupBatcher:
         """The arrays of the group's part of a plan; `wants_targets` is for `target_ids`."""
         for seq in decodes + prefills:
             self._update_slot(seq)
-        num_tiles = bucket.num_prefill_rows // PREFILL_TILE
+        num_tiles = bucket.num_prefill_rows // self._tile
         token_ids = np.zeros(bucket.num_rows, np.int32)
         positions = np.full(bucket.num_rows, -1, np.int32)
         write_index = np.zeros(bucket.num_rows, np.int32)
@@ -233,15 +234,15 @@ class _GroupBatcher:
             token_ids[rows] = seq.token_ids
             positions[rows] = at
             write_index[rows] = self._write_index(seq.slot, at)
-            starts = np.arange(seq.start, end, PREFILL_TILE)
+            starts = np.arange(seq.start, end, self._tile)
             tiles = slice(tile, tile + len(starts))
             tile_slots[tiles] = seq.slot
             start[tiles] = starts
-            kv_len[tiles] = np.minimum(starts + PREFILL_TILE, end)
+            kv_len[tiles] = np.minimum(starts + self._tile, end)
             if seq.samples:
                 samples.append((row + seq.num_tokens - 1, seq))
             first_rows.append(row - bucket.num_decodes)
-            row += len(starts) * PREFILL_TILE
+            row += len(starts) * self._tile
             tile += len(starts)
         prefill = QueryTiles(self._page_table[tile_slots], start, kv_len) if num_tiles else None  # type: ignore[arg-type]
 
@@ -301,9 +302,9 @@ class _GroupBatcher:
         return page_ids * self._page_size + positions % self._page_size
 
 
-def padded_rows(num_tokens: int) -> int:
-    """Rows that a chunk takes."""
-    return -(-num_tokens // PREFILL_TILE) * PREFILL_TILE
+def padded_rows(num_tokens: int, tile: int) -> int:
+    """Rows that a chunk takes: whole tiles."""
+    return -(-num_tokens // tile) * tile
 
 
 def _target_ids(prefills: tuple[tuple[int, ScheduledSeq], ...], num_rows: int) -> np.ndarray:

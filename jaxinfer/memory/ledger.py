@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from jaxinfer.config import ConfigError, ModelConfig
 from jaxinfer.memory.parameters import itemsize, parameter_bytes, parameters
 from jaxinfer.parallel.layout import device_share
-from jaxinfer_kernels import kv_pages_shape, kv_tile_tokens
+from jaxinfer_kernels import Backend, kv_pages_shape, kv_tile_tokens
 from jaxinfer_kernels.layout import QUANTIZED_DTYPES
 
 GIB = 2**30
@@ -114,7 +113,7 @@ class MemoryModel:
     quantize: str = "none"
     on_host: bool = False
     compiled: CompiledBytes | None = None
-    backend: Literal["tpu", "xla"] = "xla"
+    backend: Backend = "xla"
 
     def ledger(self, num_pages: int) -> Ledger:
         """With so many pages, the null page included."""

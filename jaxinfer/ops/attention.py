@@ -19,9 +19,8 @@ def make_attention(mesh: Mesh | None, backend: Backend = "xla") -> Callable[...,
     A backend's kernel is interpreted where the devices are not its own.
     """
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    attend = partial(
-        paged_attention, backend=backend, interpret=backend == "tpu" and device.platform != "tpu"
-    )
+    interpret = backend in ("tpu", "gpu") and device.platform != backend
+    attend = partial(paged_attention, backend=backend, interpret=interpret)
     return attend if mesh is None else partial(_over_heads, attend)
 
 

@@ -10,7 +10,7 @@ import random
 import time
 import zlib
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -145,7 +145,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         cache = CacheConfig(self.page_size, self.num_pages, "float32")
-        self.scheduler = Scheduler(self.config, cache, prefill_tile=self.tile)
+        self.scheduler = Scheduler(replace(self.config, prefill_tile=self.tile), cache)
         self.device = FakeDevice(self.config, self.page_size, self.tile)
 
     def launch(self) -> StepPlan | None:
@@ -186,6 +186,7 @@ class Loop:
 
 
 def settings(max_num_seqs: int = 4, max_num_batched_tokens: int = 64, **changes) -> SchedulerConfig:
+    changes.setdefault("prefill_tile", 1)
     return SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len=64, **changes)
 
 
@@ -501,11 +502,11 @@ def test_refuses_what_can_never_run():
     with pytest.raises(RequestError, match="a prompt of 0 tokens"):
         scheduler.add(make_sequence(0, [], 10))
     with pytest.raises(ConfigError, match="max_num_batched_tokens=7 must be at least 8 to hold a tile"):
-        Scheduler(settings(max_num_batched_tokens=7), CacheConfig(4, 5, "float32"), prefill_tile=8)
+        Scheduler(settings(max_num_batched_tokens=7, prefill_tile=8), CacheConfig(4, 5, "float32"))
     with pytest.raises(
         ConfigError, match="max_num_batched_tokens=64 must be at least 66 to hold max_model_len"
     ):
-        Scheduler(settings(enable_chunked_prefill=False), CacheConfig(4, 50, "float32"), prefill_tile=3)
+        Scheduler(settings(enable_chunked_prefill=False, prefill_tile=3), CacheConfig(4, 50, "float32"))
     assert not scheduler.has_unfinished()
 
 

@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import CacheConfig, SchedulerConfig
-from jaxinfer.engine.step_batch import PREFILL_TILE, Bucket, BuiltStep, StepBatcher
+from jaxinfer.engine.step_batch import Bucket, BuiltStep, StepBatcher
 from jaxinfer.types import ScheduledSeq, StepPlan
 from tests.unit.test_scheduler import Loop, make_sequence
 
+TILE = 32
 PAGE_SIZE = 8
 
 
 @pytest.mark.parametrize(("max_num_seqs", "num_groups"), [(4, 1), (1, 2), (4, 2), (2, 3)])
 def test_every_row_lies_with_its_group(max_num_seqs: int, num_groups: int) -> None:
-    config = SchedulerConfig(max_num_seqs, 2 * PREFILL_TILE, max_model_len=64, num_groups=num_groups)
-    loop = Loop(config, PAGE_SIZE, num_pages=12, tile=PREFILL_TILE)
+    config = SchedulerConfig(max_num_seqs, 2 * TILE, max_model_len=64, num_groups=num_groups)
+    loop = Loop(config, PAGE_SIZE, num_pages=12, tile=TILE)
     batcher = StepBatcher(config, CacheConfig(PAGE_SIZE, 12, "float32"))
     rng = random.Random(max_num_seqs)
     for seq_id in range(60):
