@@ -12,7 +12,7 @@ from jaxinfer.types import SamplingParams
 from tests.integration.engines import make_engine, run, tokens, write_byte_tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-SIZES = dict(page_size=16, max_num_seqs=2, max_num_batched_tokens=64)
+SIZES = dict(page_size=16, max_num_seqs=2, max_num_batched_tokens=128)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,10 @@ cases = pytest.mark.parametrize(
         pytest.param("chunk", "float32", "float8_e4m3fn", marks=pytest.mark.slow),
     ],
 )
-backends = pytest.mark.parametrize("backend", BACKENDS)
+# Interpreted kernels take seconds to compile.
+backends = pytest.mark.parametrize(
+    "backend", [b if b == "xla" else pytest.param(b, marks=pytest.mark.slow) for b in BACKENDS]
+)
 
 
 def take(case: Case, decodes: slice, tiles: slice) -> Case:

@@ -16,9 +16,8 @@ from tests.kernels.attention_cases import BACKENDS, Room, check, make_case
 SPECS = {spec.name: spec for spec in ATTENTION_SPECS}
 PLAIN = AttentionSpec("plain", 4, 2, 64)
 
-backends = pytest.mark.parametrize("backend", BACKENDS)
-# Interpreted kernels take seconds to compile: their share of the tests with many shapes is slow.
-backends_at_length = pytest.mark.parametrize(
+# Interpreted kernels take seconds to compile: their share is slow, but for the kinds of step.
+backends = pytest.mark.parametrize(
     "backend", [b if b == "xla" else pytest.param(b, marks=pytest.mark.slow) for b in BACKENDS]
 )
 STEPS = {
@@ -53,7 +52,7 @@ def test_every_spec(backend: Backend, name: str) -> None:
     check(make_case(SPECS[name], [40, 0, 7], [(0, 6), (100, 70)], backend=backend))
 
 
-@backends
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("step", STEPS)
 def test_every_kind_of_step(backend: Backend, step: str) -> None:
     check(make_case(PLAIN, *STEPS[step], backend=backend))

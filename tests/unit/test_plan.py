@@ -86,7 +86,7 @@ def test_advice_holds(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_request_too_long_is_told_how_long_it_may_be(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--chip=v5e", "--max_model_len=131072", "--memory_utilization=1", "--max_num_batched_tokens=64"]
+    flags = ["--chip=v5e", "--max_model_len=131072", "--memory_utilization=1", "--max_num_batched_tokens=128"]
     status, report, err = run(capsys, "Llama-3.1-8B", "--mesh=1x2", *flags, "--kv_cache_bytes=1073741824")
     assert status == 1
     # 1 GiB is 1024 pages of 16 tokens with 4 KV heads; one is the null page.
