@@ -47,6 +47,7 @@ def test_after_a_prefix_hit_and_in_a_batch(engine: Engine, alone: dict[str, list
     assert engine.stats().compilations_serving == 0
 
 
+@pytest.mark.slow
 def test_in_a_larger_batch_and_smaller_chunks(tokenizer: Path, alone: dict[str, list[int]]) -> None:
     """Padded rows of both sizes, groups of both sizes, and preemption in a pool that is too small."""
     engine = make_engine(tokenizer, "qwen3_moe", max_num_seqs=16, max_num_batched_tokens=32, num_pages=17)

@@ -94,6 +94,7 @@ class TestInvariance:
     pytestmark = interpreted
     SPEC = AttentionSpec("window-sinks", 2, 1, 64, sliding_window=200, sinks=True)
 
+    @pytest.mark.slow
     def test_alone_or_in_a_batch(self) -> None:
         lens = [70, 600, 0, 260]
         case = make_case(self.SPEC, lens, [(100, 128)], **HALF)
