@@ -55,15 +55,28 @@ def assert_as_on_one_device(outputs: dict, want: dict) -> None:
     }
 
 
-def in_fast_tests(model: str, mesh: str) -> bool:
-    return (model, mesh) == ("llama", "2x2")
+# One mesh of each family where tests are to end in minutes; the others are `long`.
+MESH = {
+    "mistral": "1x2",
+    "qwen2": "1x4",
+    "qwen3": "8x1",
+    "gemma3": "2x4",
+    "mixtral": "2x2",
+    "qwen3_moe": "1x4",
+}
+
+
+def marks(model: str, mesh: str) -> tuple[pytest.MarkDecorator, ...]:
+    if model == "llama":
+        return () if mesh == "2x2" else (pytest.mark.slow,)
+    return (pytest.mark.slow if MESH[model] == mesh else pytest.mark.long,)
 
 
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
-        pytest.param(model, mesh, marks=() if in_fast_tests(model, mesh) else pytest.mark.slow)
-        for model in ("llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe")
+        pytest.param(model, mesh, marks=marks(model, mesh))
+        for model in ("llama", *MESH)
         for mesh in ("1x2", "1x3", "1x4", "2x2", "2x4", "8x1")
     ],
 )
@@ -117,8 +130,13 @@ def logprobs(outputs: Sequence[TokenOutput]) -> list[float]:
     return [entry.logprob for entry in (*entries, *(e for output in outputs for e in output.logprobs))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["1x2", "1x4", "2x2", "2x4", "8x1"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(m, marks=pytest.mark.slow if m == "2x2" else pytest.mark.long)
+        for m in ("1x2", "1x4", "2x2", "2x4", "8x1")
+    ],
+)
 def test_the_demo_on_any_mesh(mesh: str, demo_path: Path) -> None:
     """9 heads on 3 kv heads, which neither 2 nor 4 nor 8 divides."""
     texts = ["Once upon a time", "The capital of France is", "1, 2, 3, 4,", "In the beginning"]
