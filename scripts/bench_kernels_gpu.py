@@ -13,6 +13,7 @@ import json
 import os
 import re
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 os.environ |= {
@@ -99,7 +100,12 @@ def compile_step(spec: AttentionSpec, args: tuple[Any, ...]) -> tuple[Any, str]:
 
 
 def report(spec: AttentionSpec, kind: str, kv_dtype: str, logs: dict[str, str]) -> dict[str, Any]:
-    """One row of the table. `logs` by kernel: the compiler is silent about one that it has had before."""
+    """One row of the table, quantised pages of 32 tokens at least.
+
+    `logs` by kernel: the compiler is silent about one that it has had before.
+    """
+    if jnp.dtype(kv_dtype).itemsize == 1:
+        spec = replace(spec, page_size=max(spec.page_size, 32))
     args = step(spec, kind, kv_dtype)
     executable, log = compile_step(spec, args)
     (kernel_hash,) = re.findall(r'kernel_hash = "(.*?)", module', executable.as_text())
@@ -125,7 +131,7 @@ def report(spec: AttentionSpec, kind: str, kv_dtype: str, logs: dict[str, str]) 
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         pool_copies=len(re.findall(rf"\[({copied})\][^ ]* copy\(", executable.as_text())),
-        excess=decode_bytes(spec, kv_dtype) if kind == "decode" else prefill_flops(spec),
+        excess=decode_bytes(spec, kv_dtype) if kind == "decode" else prefill_flops(spec, kv_dtype),
     )
 
 
@@ -146,11 +152,11 @@ def decode_bytes(spec: AttentionSpec, kv_dtype: str) -> float:
     return round(moved / needed, 3)
 
 
-def prefill_flops(spec: AttentionSpec) -> float:
+def prefill_flops(spec: AttentionSpec, kv_dtype: str) -> float:
     """Products issued over products needed, for a chunk of 512 that ends at 8192, the heads' padding too."""
     visibility = Visibility(spec.sliding_window, spec.attention_chunk)
     head_dim = attention.padded_head_dim(spec.head_dim)
-    kv_tile, _ = attention.prefill_launch(head_dim, spec.page_size, visibility)
+    kv_tile, _ = attention.prefill_launch(head_dim, spec.page_size, visibility, jnp.dtype(kv_dtype).itemsize)
     tops = jnp.arange(8192 - 512, 8192, MMA_ROWS, dtype=jnp.int32)
     blocks = tops // 128 * 128
     begin = visibility.first(blocks) // kv_tile * kv_tile

@@ -87,6 +87,13 @@ class TestAgainstReference:
         spec = AttentionSpec("two-heads", 2, 1, 64, sliding_window=90)
         check(make_case(spec, [200], [(70, 100)], **FLOAT16))
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_quantised_pages(self, kv_dtype: str, dtype: str) -> None:
+        spec = AttentionSpec("window", 2, 1, 64, sliding_window=90, page_size=32)
+        check(make_case(spec, [140, 0, 7], [(60, 70)], backend="gpu", dtype=dtype, kv_dtype=kv_dtype))
+
 
 class TestInvariance:
     """Bit for bit: what a sequence gets does not depend on its company, its chunks or its pages."""
@@ -228,6 +235,7 @@ def arguments() -> dict[str, Any]:
         ({name: jnp.zeros((T, n, H)) for name, n in (("q", N), ("k", K), ("v", K))}, r"q \(float32\)"),
         (dict(kv_pages=create_kv_pages(8, 16, K, H, "float16", "gpu")), r"kv_pages.data \(float16\)"),
         (dict(kv_pages=create_kv_pages(8, 4, K, H, "bfloat16", "gpu")), "page_size=4"),
+        (dict(kv_pages=create_kv_pages(8, 16, K, H, "int8", "gpu")), "page_size=16"),
         (dict(kv_pages=create_kv_pages(8, 16, K, H, "bfloat16", "xla")), "layout of backend='gpu'"),
         (
             dict(metadata=AttentionMetadata(jnp.zeros(T, jnp.int32), None, arguments()["metadata"].decode)),

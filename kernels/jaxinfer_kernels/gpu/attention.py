@@ -50,18 +50,19 @@ def paged_attention(
     shared: dict[str, Any] = dict(
         logits=Logits(scale, soft_cap), visibility=visibility, sinks=sinks, interpret=interpret
     )
+    itemsize = pages.dtype.itemsize
     outputs: list[tuple[jax.Array, jax.Array]] = []
     row = 0
     if metadata.decode is not None:
         row = metadata.decode.start.shape[0]
-        num_blocks, num_stages = decode_launch(head_dim, q.shape[1] // num_kv_heads)
+        num_blocks, num_stages = decode_launch(head_dim, q.shape[1] // num_kv_heads, itemsize)
         num_blocks = 2 if interpret else num_blocks  # interpreted blocks run one after the other
         decode = partial(decode_attention, num_blocks=num_blocks, num_stages=num_stages, **shared)
-        outputs.append(decode(q[:row], pages, metadata.decode))
+        outputs.append(decode(q[:row], pages, kv_pages.scales, metadata.decode))
     if metadata.prefill is not None:
-        kv_tile, num_stages = prefill_launch(head_dim, page_size, visibility)
+        kv_tile, num_stages = prefill_launch(head_dim, page_size, visibility, itemsize)
         prefill = partial(prefill_attention, kv_tile_tokens=kv_tile, num_stages=num_stages, **shared)
-        outputs.append(prefill(q[row:], pages, metadata.prefill))
+        outputs.append(prefill(q[row:], pages, kv_pages.scales, metadata.prefill))
     out, lse = outputs[0]
     if len(outputs) > 1:
         out, lse = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
@@ -84,38 +85,53 @@ def write_kv(kv_pages: KVPages, k: jax.Array, v: jax.Array, kv_write_index: jax.
     return KVPages(data, scales)
 
 
-def decode_launch(head_dim: int, group: int) -> tuple[int, int]:
-    """Blocks and stages of the decode kernel: two blocks an SM where each has three stages, or one."""
+def decode_launch(head_dim: int, group: int, itemsize: int = 2) -> tuple[int, int]:
+    """Blocks and stages of the decode kernel: two blocks an SM where each has three stages, or one.
+
+    itemsize is the pages': quantised tiles are half the size, and widening them takes the registers
+    of a second block.
+    """
     columns = -(-group // 8) * 8
-    stage = 2 * TILE_TOKENS * head_dim * 2
+    stage = 2 * TILE_TOKENS * (head_dim * itemsize + (4 if itemsize == 1 else 0))
     rest = columns * (2 * head_dim * 2 + TILE_TOKENS * 2 + head_dim * 4) + 4096
-    for blocks in (2, 1):
-        stages = (SMEM_BYTES // blocks - 1024 - rest) // stage
-        if stages >= 3:
-            break
-    return blocks * NUM_SMS, min(stages, MAX_STAGES)
+    if itemsize == 1:
+        rest += 2 * TILE_TOKENS * head_dim * 2
+    stages = {blocks: (SMEM_BYTES // blocks - 1024 - rest) // stage for blocks in (1, 2)}
+    blocks = 2 if itemsize > 1 and stages[2] >= 3 else 1
+    return blocks * NUM_SMS, min(stages[blocks], MAX_STAGES)
 
 
-def prefill_launch(head_dim: int, page_size: int, visibility: Visibility) -> tuple[int, int]:
-    """Positions a tile of KV and stages of the prefill kernel.
+def prefill_launch(
+    head_dim: int, page_size: int, visibility: Visibility, itemsize: int = 2
+) -> tuple[int, int]:
+    """Positions a tile of KV and stages of the prefill kernel. See `decode_launch`.
 
     Large tiles wait less often; small ones compute less beyond the edge of a window, and leave room
-    for stages where heads are wide.
+    for stages where heads are wide or pages quantised.
     """
-    wide = head_dim > 128 or visibility.limit(1024) < 1024 or (128 % page_size and page_size % 128)
-    kv_tile = 64 if wide else 128
+    window = visibility.limit(1024) < 1024
+    pages = 128 % page_size and page_size % 128
+    kv_tile = 64 if head_dim > 128 or itemsize == 1 or window or pages else 128
     rest = 2 * MMA_ROWS * (head_dim * 2 + 4) + 1024
-    return kv_tile, min((SMEM_BYTES - rest) // (2 * kv_tile * head_dim * 2), MAX_STAGES)
+    stage = 2 * kv_tile * (head_dim * 2)
+    if itemsize == 1:
+        rest += 2 * 2 * kv_tile * (head_dim + 4)
+        stage += 2 * kv_tile * 4
+    return kv_tile, min((SMEM_BYTES - rest) // stage, MAX_STAGES)
 
 
 def _check(q: jax.Array, k: jax.Array, kv_pages: KVPages, metadata: AttentionMetadata) -> None:
     """Raises ValueError for what the Hopper kernels do not have."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"q ({q.dtype}) must be bfloat16 or float16 for backend='gpu': wgmma has no float32")
-    if kv_pages.data.dtype != q.dtype:
+    if kv_pages.scales is None and kv_pages.data.dtype != q.dtype:
         raise ValueError(f"kv_pages.data ({kv_pages.data.dtype}) must be q's {q.dtype} for backend='gpu'")
-    if kv_pages.page_size % 8:
-        raise ValueError(f"page_size={kv_pages.page_size} must be a multiple of 8 for backend='gpu'")
+    least = 8 if kv_pages.scales is None else 32  # scales come by TMA, 128 bytes at a time or more
+    if kv_pages.page_size % least:
+        raise ValueError(
+            f"page_size={kv_pages.page_size} must be a multiple of {least} for {kv_pages.dtype} pages with "
+            "backend='gpu'"
+        )
     if kv_pages.data.shape[-1] > 256:
         raise ValueError(f"k{k.shape} must have a head_dim of 256 at most for backend='gpu'")
     num_rows = q.shape[0]

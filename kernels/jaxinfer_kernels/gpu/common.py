@@ -110,32 +110,56 @@ class TileOfKV:
         return (self.position >= self.first) & (self.position + tokens <= self.length)
 
 
-def copy_tile(kv_pages: Ref, page_table: Ref, tile: TileOfKV, smem: Ref, ready: Ref) -> None:
+def copy_tile(
+    kv_pages: Ref, scales: Ref, page_table: Ref, tile: TileOfKV, smem: Ref, scales_smem: Ref, ready: Ref
+) -> None:
     """Starts the TMA copies of a tile: one a page, K and V together, or of a part of a larger page.
 
-    Pages without any position first ... length - 1 are not read: their arrival at the barrier comes at
-    once. smem is [tokens, 2H]; the barrier expects `pages_a_tile` arrivals.
+    Pages without any position first ... length - 1 are not read: their arrivals at the barrier come at
+    once. smem is [tokens, 2H], scales_smem [2, tokens]; without scales, both are None. The barrier
+    expects `copies_a_tile` arrivals.
     """
     tokens, page_size = smem.shape[0], kv_pages.shape[2]
     span = min(page_size, tokens)
-    for index in range(pages_a_tile(tokens, page_size)):
+    for index in range(max(1, tokens // page_size)):
         begin = tile.position + index * span
         used = (begin < tile.length) & (begin + span > tile.first)
+        target = pl.ds(index * span, span)
 
         @pl.when(used)
-        def _(index: int = index, begin: Any = begin) -> None:
+        def _(begin: Any = begin, target: Any = target) -> None:
             page = lax.div(begin, jnp.int32(page_size))
-            source = kv_pages.at[page_table[tile.row, page], tile.head, pl.ds(begin - page * page_size, span)]
-            plgpu.copy_gmem_to_smem(source, smem.at[pl.ds(index * span, span)], ready)
+            page_id, source = page_table[tile.row, page], pl.ds(begin - page * page_size, span)
+            plgpu.copy_gmem_to_smem(kv_pages.at[page_id, tile.head, source], smem.at[target], ready)
+            if scales is not None:
+                for which in range(2):
+                    row = scales.at[page_id, 2 * tile.head + which, source]
+                    plgpu.copy_gmem_to_smem(row, scales_smem.at[which, target], ready)
 
         @pl.when(jnp.logical_not(used))
         def _() -> None:
-            plgpu.barrier_arrive(ready)
+            for _ in range(1 if scales is None else 3):
+                plgpu.barrier_arrive(ready)
 
 
-def pages_a_tile(tokens: int, page_size: int) -> int:
-    """TMA copies that bring one tile."""
-    return max(1, tokens // page_size)
+def copies_a_tile(tokens: int, page_size: int, *, scaled: bool) -> int:
+    """TMA copies that bring one tile: a page's numbers, and its scales of K and of V if any."""
+    return max(1, tokens // page_size) * (3 if scaled else 1)
+
+
+def widen_tile(narrow: Ref, wide: Ref, tile: TileOfKV) -> None:
+    """int8 or float8 [tokens, 2H] as wgmma's two-byte floats, exactly; zeros where nobody looks."""
+    tokens, columns = narrow.shape
+    for row in range(0, tokens, MMA_ROWS):
+        positions = row_positions((MMA_ROWS, SWIZZLE_BYTES), 0, tile.position + row)
+        seen = (positions >= tile.first) & (positions < tile.length)
+        for column in range(0, columns, SWIZZLE_BYTES):
+            part = (pl.ds(row, MMA_ROWS), pl.ds(column, SWIZZLE_BYTES))
+            numbers = plgpu.load(narrow.at[part], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+            if narrow.dtype == jnp.float8_e4m3fn:
+                numbers = numbers.astype(jnp.float16)  # the only conversion that the chip has
+            numbers = plgpu.layout_cast(numbers.astype(wide.dtype), plgpu.Layout.WGMMA)
+            wide.at[part][...] = jnp.where(seen, numbers, jnp.zeros_like(numbers))
 
 
 def clear_unseen(v_smem: Ref, tile: TileOfKV) -> None:

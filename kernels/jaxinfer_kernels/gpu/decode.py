@@ -34,11 +34,12 @@ from jaxinfer_kernels.gpu.common import (
     ceil_div,
     clear_unseen,
     compiler_params,
+    copies_a_tile,
     copy_tile,
     interpret_params,
-    pages_a_tile,
     row_positions,
     tiled_smem,
+    widen_tile,
 )
 from jaxinfer_kernels.layout import QueryTiles
 
@@ -50,6 +51,7 @@ MIN_SPLIT_TOKENS = 512  # the results of smaller ones are too large a part of wh
 def decode_attention(
     q: jax.Array,
     kv_pages: jax.Array,
+    scales: jax.Array | None,
     tiles: QueryTiles,
     *,
     logits: Logits,
@@ -68,7 +70,7 @@ def decode_attention(
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padding[0]), (0, padding[1])))
     work = make_work_list(tiles.kv_len, tiles.page_table.shape[1] * kv_pages.shape[2], visibility)
     kernel = _Decode(logits, visibility, num_kv_heads, kv_pages.shape[2], num_blocks, num_stages, interpret)
-    partial_out, partial_lse = kernel(queries, kv_pages, tiles, work)
+    partial_out, partial_lse = kernel(queries, kv_pages, scales, tiles, work)
     return merge_splits(partial_out, partial_lse, work, sinks, q)
 
 
@@ -124,7 +126,7 @@ class _Refs:
     out: Ref
     lse: Ref
     q_smem: Ref  # [2, n, H]
-    kv_smem: Ref  # [stages, tile, 2H]
+    kv_smem: Ref  # [stages, tile, 2H], as in the pages
     weights_smem: Ref  # [n, tile]
     out_smem: Ref  # [H, n]
     lse_smem: Ref  # [n]
@@ -132,6 +134,9 @@ class _Refs:
     q_consumed: Ref
     kv_ready: Ref  # a barrier a stage
     kv_consumed: Ref
+    scales: Ref = None  # of quantised pages, as what follows
+    scales_smem: Ref = None  # [stages, 2, tile]
+    wide_smem: Ref = None  # [tile, 2H]
 
 
 @dataclass(frozen=True)
@@ -162,28 +167,37 @@ class _Decode:
     interpret: bool
 
     def __call__(
-        self, q: jax.Array, kv_pages: jax.Array, tiles: QueryTiles, work: WorkList
+        self,
+        q: jax.Array,
+        kv_pages: jax.Array,
+        scales: jax.Array | None,
+        tiles: QueryTiles,
+        work: WorkList,
     ) -> tuple[jax.Array, jax.Array]:
         """q [R, K, n, H] -> normalised outputs [I, K, H, n] f32 and base-2 log-sum-exps [I, K, n]."""
         num_items, (columns, head_dim), stages = work.row.shape[0], q.shape[2:], self.num_stages
-        copies = pages_a_tile(TILE_TOKENS, self.page_size)
+        copies = copies_a_tile(TILE_TOKENS, self.page_size, scaled=scales is not None)
+        scratch_types: dict[str, Any] = dict(
+            q_smem=tiled_smem((2, columns, head_dim), q.dtype),
+            kv_smem=tiled_smem((stages, TILE_TOKENS, 2 * head_dim), kv_pages.dtype),
+            weights_smem=tiled_smem((columns, TILE_TOKENS), q.dtype),
+            out_smem=plgpu.SMEM((head_dim, columns), jnp.float32),
+            lse_smem=plgpu.SMEM((columns,), jnp.float32),
+            q_ready=plgpu.Barrier(num_barriers=2),
+            q_consumed=plgpu.Barrier(num_barriers=2),
+            kv_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            kv_consumed=plgpu.Barrier(num_barriers=stages),
+        )
+        if scales is not None:
+            scratch_types["scales_smem"] = plgpu.SMEM((stages, 2, TILE_TOKENS), jnp.float32)
+            scratch_types["wide_smem"] = tiled_smem((TILE_TOKENS, 2 * head_dim), q.dtype)
         run = plgpu.kernel(
             self._body,
             out_type=(
                 jax.ShapeDtypeStruct((num_items, self.num_kv_heads, head_dim, columns), jnp.float32),
                 jax.ShapeDtypeStruct((num_items, self.num_kv_heads, columns), jnp.float32),
             ),
-            scratch_types=dict(
-                q_smem=tiled_smem((2, columns, head_dim), q.dtype),
-                kv_smem=tiled_smem((stages, TILE_TOKENS, 2 * head_dim), q.dtype),
-                weights_smem=tiled_smem((columns, TILE_TOKENS), q.dtype),
-                out_smem=plgpu.SMEM((head_dim, columns), jnp.float32),
-                lse_smem=plgpu.SMEM((columns,), jnp.float32),
-                q_ready=plgpu.Barrier(num_barriers=2),
-                q_consumed=plgpu.Barrier(num_barriers=2),
-                kv_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-                kv_consumed=plgpu.Barrier(num_barriers=stages),
-            ),
+            scratch_types=scratch_types,
             grid=(self.num_blocks,),
             grid_names=("block",),
             num_threads=2,
@@ -192,12 +206,14 @@ class _Decode:
             compiler_params=compiler_params(reduction_scratch_bytes=2048),
             interpret=interpret_params(self.interpret),
         )
-        return run(
-            q, kv_pages, tiles.page_table, tiles.kv_len, work.num_items, work.row, work.begin, work.end
-        )
+        lists = (work.num_items, work.row, work.begin, work.end)
+        scaled = () if scales is None else (scales,)
+        return run(q, kv_pages, tiles.page_table, tiles.kv_len, *lists, *scaled)
 
     def _body(self, *refs: Ref, **scratch: Ref) -> None:
-        r = _Refs(*refs, **scratch)
+        *inputs, out, lse = refs
+        names = ("q", "kv_pages", "page_table", "kv_len", "num_items", "rows", "begins", "ends", "scales")
+        r = _Refs(**dict(zip(names, inputs, strict=False)), out=out, lse=lse, **scratch)
         left = r.num_items[0] * self.num_kv_heads - lax.axis_index("block")
         num_items = ceil_div(jnp.maximum(left, 0), self.num_blocks)  # items are dealt in turn
         for warpgroup, part in enumerate((self._attend_item, self._fetch_item)):
@@ -246,7 +262,8 @@ class _Decode:
                 plgpu.barrier_wait(r.kv_consumed.at[stage])
 
             smem, ready = r.kv_smem.at[stage], r.kv_ready.at[stage]
-            copy_tile(r.kv_pages, r.page_table, item.tile(tile), smem, ready)
+            scales_smem = None if r.scales is None else r.scales_smem.at[stage]
+            copy_tile(r.kv_pages, r.scales, r.page_table, item.tile(tile), smem, scales_smem, ready)
             return step + 1
 
         return lax.fori_loop(0, item.num_tiles, fetch, step)
@@ -282,27 +299,41 @@ class _Decode:
         place = item.tile(tile)
         shape = (TILE_TOKENS, r.q_smem.shape[1])
         head_dim = r.q_smem.shape[2]
-        keys = r.kv_smem.at[stage, :, pl.ds(0, head_dim)]
-        values = r.kv_smem.at[stage, :, pl.ds(head_dim, head_dim)]
         plgpu.barrier_wait(r.kv_ready.at[stage])
+        kv_smem, k_scales, v_scales = r.kv_smem.at[stage], None, None
+        if r.scales is not None:
+            kv_smem, by_row = r.wide_smem, plgpu.Layout.WGMMA.reduce(1)
+            k_scales, v_scales = (plgpu.load(r.scales_smem.at[stage, i], layout=by_row) for i in range(2))
+            widen_tile(r.kv_smem.at[stage], kv_smem, place)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(r.kv_consumed.at[stage])
+        keys = kv_smem.at[:, pl.ds(0, head_dim)]
+        values = kv_smem.at[:, pl.ds(head_dim, head_dim)]
 
         def multiply_keys(ref: Ref) -> jax.Array:
             plgpu.wgmma(ref, keys, r.q_smem.at[item.q_slot].T)
             return ref[...]
 
-        logits = self.logits(pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)))
+        products = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        if k_scales is not None:
+            products *= lax.broadcast_in_dim(k_scales, shape, [0])
         positions = row_positions(shape, 0, place.position)
-        logits = jnp.where((positions >= item.first) & (positions < item.length), logits, MASKED)
+        seen = (positions >= item.first) & (positions < item.length)
+        logits = jnp.where(seen, self.logits(products), MASKED)
         new_maximum = jnp.maximum(maximum, logits.max(axis=0))
         weights = jnp.exp2(logits - lax.broadcast_in_dim(new_maximum, shape, [1]))
         rescale = jnp.exp2(maximum - new_maximum)
         total = total * rescale + weights.sum(axis=0)
+        if v_scales is not None:
+            weights = jnp.where(seen, weights * lax.broadcast_in_dim(v_scales, shape, [0]), 0.0)
         weights = plgpu.layout_cast(weights.astype(r.weights_smem.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
         r.weights_smem.T[...] = weights
 
-        @pl.when(jnp.logical_not(place.is_whole(TILE_TOKENS)))
-        def _() -> None:
-            clear_unseen(values, place)
+        if r.scales is None:
+
+            @pl.when(jnp.logical_not(place.is_whole(TILE_TOKENS)))
+            def _() -> None:
+                clear_unseen(values, place)
 
         plgpu.commit_smem()
 
@@ -311,7 +342,8 @@ class _Decode:
             return ref[...]
 
         weighted = pl.run_scoped(multiply_values, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))
-        plgpu.barrier_arrive(r.kv_consumed.at[stage])
+        if r.scales is None:
+            plgpu.barrier_arrive(r.kv_consumed.at[stage])
         acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [1]) + weighted
         return step + 1, new_maximum, total, acc
 

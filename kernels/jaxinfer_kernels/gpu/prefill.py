@@ -33,11 +33,12 @@ from jaxinfer_kernels.gpu.common import (
     ceil_div,
     clear_unseen,
     compiler_params,
+    copies_a_tile,
     copy_tile,
     interpret_params,
-    pages_a_tile,
     row_positions,
     tiled_smem,
+    widen_tile,
 )
 from jaxinfer_kernels.layout import QueryTiles
 
@@ -47,6 +48,7 @@ PREFILL_TILE_TOKENS = 128  # two warpgroups of 64 rows
 def prefill_attention(
     q: jax.Array,
     kv_pages: jax.Array,
+    scales: jax.Array | None,
     tiles: QueryTiles,
     *,
     logits: Logits,
@@ -71,7 +73,7 @@ def prefill_attention(
     q = jnp.pad(q, ((0, 0), (0, 0), (0, kv_pages.shape[3] // 2 - head_dim)))
     if sinks is None:
         sinks = jnp.full((num_heads,), MASKED, jnp.float32)
-    out, lse = kernel(q, kv_pages, tiles, sinks.astype(jnp.float32))
+    out, lse = kernel(q, kv_pages, scales, tiles, sinks.astype(jnp.float32))
     return out[..., :head_dim], lse.T
 
 
@@ -92,8 +94,12 @@ class _Refs:
     lse_smem: Ref  # [warpgroups, 64]
     q_ready: Ref  # a barrier a warpgroup
     kv_ready: Ref  # a barrier a stage
-    kv_landed: Ref  # one barrier: a tile has come, but wants clearing
+    kv_landed: Ref  # a tile has come, but wants clearing or widening
     kv_consumed: Ref
+    scales: Ref = None  # of quantised pages, as what follows
+    narrow_smem: Ref = None  # [2, kv_tile, 2H]
+    narrow_scales_smem: Ref = None  # [2, 2, kv_tile]
+    scales_smem: Ref = None  # [stages, 2, kv_tile]
     weights_smem: Ref = None  # [warpgroups, 64, kv_tile], interpreted only
 
 
@@ -122,21 +128,31 @@ class _Prefill:
     interpret: bool
 
     def __call__(
-        self, q: jax.Array, kv_pages: jax.Array, tiles: QueryTiles, sinks: jax.Array
+        self,
+        q: jax.Array,
+        kv_pages: jax.Array,
+        scales: jax.Array | None,
+        tiles: QueryTiles,
+        sinks: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """q [T, N, H] -> outputs [T, N, H] and log-sum-exps [N, T]."""
         num_rows, num_heads, head_dim = q.shape
         stages, warpgroups = self.num_stages, self.num_warpgroups
-        copies = pages_a_tile(self.kv_tile, self.page_size)
-        scratch_types = dict(
+        copies = copies_a_tile(self.kv_tile, self.page_size, scaled=scales is not None)
+        scratch_types: dict[str, Any] = dict(
             q_smem=tiled_smem((warpgroups, MMA_ROWS, head_dim), q.dtype),
             kv_smem=tiled_smem((stages, self.kv_tile, 2 * head_dim), q.dtype),
             lse_smem=plgpu.SMEM((warpgroups, MMA_ROWS), jnp.float32),
             q_ready=plgpu.Barrier(num_barriers=warpgroups),
-            kv_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            kv_landed=plgpu.Barrier(num_arrivals=copies),
+            kv_ready=plgpu.Barrier(num_arrivals=copies if scales is None else 1, num_barriers=stages),
+            kv_landed=plgpu.Barrier(num_arrivals=copies, num_barriers=1 if scales is None else 2),
             kv_consumed=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         )
+        if scales is not None:
+            narrow = (2, self.kv_tile, 2 * head_dim)
+            scratch_types["narrow_smem"] = tiled_smem(narrow, kv_pages.dtype)
+            scratch_types["narrow_scales_smem"] = plgpu.SMEM((2, 2, self.kv_tile), jnp.float32)
+            scratch_types["scales_smem"] = plgpu.SMEM((stages, 2, self.kv_tile), jnp.float32)
         if self.interpret:
             scratch_types["weights_smem"] = tiled_smem((warpgroups, MMA_ROWS, self.kv_tile), q.dtype)
         run = plgpu.kernel(
@@ -154,10 +170,13 @@ class _Prefill:
             compiler_params=compiler_params(reduction_scratch_bytes=0),
             interpret=interpret_params(self.interpret),
         )
-        return run(q, kv_pages, tiles.page_table, tiles.start, tiles.kv_len, sinks)
+        scaled = () if scales is None else (scales,)
+        return run(q, kv_pages, tiles.page_table, tiles.start, tiles.kv_len, sinks, *scaled)
 
     def _body(self, *refs: Ref, **scratch: Ref) -> None:
-        r = _Refs(*refs, **scratch)
+        *inputs, out, lse = refs
+        names = ("q", "kv_pages", "page_table", "start", "kv_len", "sinks", "scales")
+        r = _Refs(**dict(zip(names, inputs, strict=False)), out=out, lse=lse, **scratch)
         tile = lax.axis_index("tile")
         start, length = r.start[tile], r.kv_len[tile]
         first = self.visibility.first(start)
@@ -182,39 +201,73 @@ class _Prefill:
             self._consume(r, block, warpgroup)
 
     def _produce(self, r: _Refs, block: _Block) -> None:
-        """Streams the block's tiles of K and V into the stages, as they become free."""
-        plgpu.set_max_registers(40, action="decrease")
-        kv_head = lax.div(block.head, jnp.int32(self.group))
+        """Brings the block's tiles of K and V into the stages, as they become free."""
+        if r.scales is None:
+            plgpu.set_max_registers(40, action="decrease")
+            lax.fori_loop(0, block.num_tiles, lambda index, _: self._stream(r, block, index), None)
+            return
+        plgpu.set_max_registers(56, action="decrease")
+        pl.when(block.num_tiles > 0)(lambda: self._copy_narrow(r, block, jnp.int32(0)))
+        lax.fori_loop(0, block.num_tiles, lambda index, _: self._widen(r, block, index), None)
 
-        def fetch(index: Any, _: None) -> None:
-            stage = lax.rem(index, jnp.int32(self.num_stages))
-            position = block.begin + index * self.kv_tile
-            tile = TileOfKV(block.tile, kv_head, position, block.first, block.length)
-            smem, ready = r.kv_smem.at[stage], r.kv_ready.at[stage]
+    def _tile(self, block: _Block, index: Any) -> TileOfKV:
+        position = block.begin + index * self.kv_tile
+        head = lax.div(block.head, jnp.int32(self.group))
+        return TileOfKV(block.tile, head, position, block.first, block.length)
 
-            @pl.when(index >= self.num_stages)
-            def _() -> None:
-                plgpu.barrier_wait(r.kv_consumed.at[stage])
+    def _wait_until_free(self, r: _Refs, index: Any) -> Any:
+        """The stage of a tile, once the one before it there is done with."""
+        stage = lax.rem(index, jnp.int32(self.num_stages))
 
-            @pl.when(tile.is_whole(self.kv_tile))
-            def _() -> None:
-                copy_tile(r.kv_pages, r.page_table, tile, smem, ready)
+        @pl.when(index >= self.num_stages)
+        def _() -> None:
+            plgpu.barrier_wait(r.kv_consumed.at[stage])
 
-            @pl.when(jnp.logical_not(tile.is_whole(self.kv_tile)))
-            def _() -> None:
-                copy_tile(r.kv_pages, r.page_table, tile, smem, r.kv_landed)
-                plgpu.barrier_wait(r.kv_landed)
-                head_dim = r.q_smem.shape[2]
-                clear_unseen(smem.at[:, pl.ds(head_dim, head_dim)], tile)
-                plgpu.commit_smem()
-                for _ in range(pages_a_tile(self.kv_tile, self.page_size)):
-                    plgpu.barrier_arrive(ready)
+        return stage
 
-        lax.fori_loop(0, block.num_tiles, fetch, None)
+    def _stream(self, r: _Refs, block: _Block, index: Any) -> None:
+        """Copies a tile straight into its stage; clears one that an edge crosses."""
+        tile, stage = self._tile(block, index), self._wait_until_free(r, index)
+        smem, ready, landed = r.kv_smem.at[stage], r.kv_ready.at[stage], r.kv_landed.at[0]
+
+        @pl.when(tile.is_whole(self.kv_tile))
+        def _() -> None:
+            copy_tile(r.kv_pages, None, r.page_table, tile, smem, None, ready)
+
+        @pl.when(jnp.logical_not(tile.is_whole(self.kv_tile)))
+        def _() -> None:
+            copy_tile(r.kv_pages, None, r.page_table, tile, smem, None, landed)
+            plgpu.barrier_wait(landed)
+            head_dim = r.q_smem.shape[2]
+            clear_unseen(smem.at[:, pl.ds(head_dim, head_dim)], tile)
+            plgpu.commit_smem()
+            for _ in range(copies_a_tile(self.kv_tile, self.page_size, scaled=False)):
+                plgpu.barrier_arrive(ready)
+
+    def _copy_narrow(self, r: _Refs, block: _Block, index: Any) -> None:
+        slot = lax.rem(index, jnp.int32(2))
+        smem, scales_smem = r.narrow_smem.at[slot], r.narrow_scales_smem.at[slot]
+        tile = self._tile(block, index)
+        copy_tile(r.kv_pages, r.scales, r.page_table, tile, smem, scales_smem, r.kv_landed.at[slot])
+
+    def _widen(self, r: _Refs, block: _Block, index: Any) -> None:
+        """Starts the copy of the next quantised tile, and widens this one into its stage."""
+        pl.when(index + 1 < block.num_tiles)(lambda: self._copy_narrow(r, block, index + 1))
+        slot, stage = lax.rem(index, jnp.int32(2)), self._wait_until_free(r, index)
+        plgpu.barrier_wait(r.kv_landed.at[slot])
+        widen_tile(r.narrow_smem.at[slot], r.kv_smem.at[stage], self._tile(block, index))
+        for which in range(2):
+            for row in range(0, self.kv_tile, MMA_ROWS):
+                part = pl.ds(row, MMA_ROWS)
+                scales = r.narrow_scales_smem.at[slot, which, part]
+                scales = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1))
+                r.scales_smem.at[stage, which, part][...] = scales
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(r.kv_ready.at[stage])
 
     def _consume(self, r: _Refs, block: _Block, warpgroup: Any) -> None:
         """Attends the warpgroup's 64 rows to the tiles that they see."""
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(232 if r.scales is None else 224, action="increase")
         head_dim = r.q_smem.shape[2]
         rows = pl.ds(block.tile * (self.num_warpgroups * MMA_ROWS) + warpgroup * MMA_ROWS, MMA_ROWS)
         q_smem, lse_smem = r.q_smem.at[warpgroup], r.lse_smem.at[warpgroup]
@@ -281,7 +334,14 @@ class _Prefill:
             plgpu.wgmma(ref, r.q_smem.at[warpgroup], keys.T)
             return ref[...]
 
-        logits = self.logits(pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)))
+        products = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        v_scales = None
+        if r.scales is not None:
+            layout = plgpu.Layout.WGMMA.reduce(0)
+            k_scales, v_scales = (plgpu.load(r.scales_smem.at[stage, i], layout=layout) for i in range(2))
+            products *= lax.broadcast_in_dim(k_scales, shape, [1])
+        logits = self.logits(products)
+        seen = None
         if mask:
             queries = row_positions(shape, 0, top)
             positions = row_positions(shape, 1, block.begin + index * self.kv_tile)
@@ -295,6 +355,10 @@ class _Prefill:
         rescale = jnp.exp2(maximum - new_maximum)
         total = total * rescale + weights.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [0])
+        if v_scales is not None:
+            weights *= lax.broadcast_in_dim(v_scales, shape, [1])
+            if seen is not None:  # the scales that nobody wrote may be NaN
+                weights = jnp.where(seen, weights, 0.0)
         acc = self._add_weighted(r, warpgroup, acc, weights.astype(r.kv_smem.dtype), values)
         plgpu.barrier_arrive(r.kv_consumed.at[stage])
         return new_maximum, total, acc
