@@ -88,7 +88,8 @@ def test_the_same_tokens_on_any_mesh(model: str, mesh: str, tokenizer: Path, one
         assert_as_on_one_device(outputs, want)
         stats = engine.stats()
         assert (stats.compilations_serving, stats.kv_cache_usage) == (0, 0.0)
-        assert (stats.prefix_cache_hits > 0) == caching
+        spread = mesh == "8x1"  # requests of one prefix go to groups that are idle
+        assert (stats.prefix_cache_hits > 0) == (caching and not spread)
 
 
 def test_nan_in_unused_pages_changes_nothing(tokenizer: Path, one_device: dict) -> None:
