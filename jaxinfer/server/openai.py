@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails, from_json
 
 from jaxinfer.config import SchedulerConfig
@@ -55,7 +55,7 @@ _KINDS = {429: "rate_limit_error", 503: "service_unavailable_error"}
 
 T = TypeVar("T")
 # Stops at the first bad item: a list of millions would else make as many error messages.
-FastList = Annotated[list[T], FailFast()]
+FastList = Annotated[list[T], Field(fail_fast=True)]
 
 
 class _Strict(BaseModel):

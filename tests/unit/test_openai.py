@@ -424,6 +424,7 @@ def test_memory_is_the_engines_ledger(server: Server) -> None:
         "page_size": 16,
         "num_pages": 8,
         "num_groups": 1,
+        "backend": "xla",
         "dtype": "float32",
         "page_bytes": 100,
         "num_tokens": 112,
