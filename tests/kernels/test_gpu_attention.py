@@ -58,7 +58,7 @@ class TestAgainstReference:
         spec = next(spec for spec in ODD_SPECS if spec.name == name)
         check(make_case(spec, [40, 0, 7], [(0, 6), (100, 70)], **HALF))
 
-    @pytest.mark.slow
+    @pytest.mark.long
     @pytest.mark.parametrize("name", [spec.name for spec in MODEL_SPECS])
     def test_model_specs(self, name: str) -> None:
         spec = shard(next(spec for spec in MODEL_SPECS if spec.name == name))

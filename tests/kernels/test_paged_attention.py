@@ -45,10 +45,16 @@ def slow(*values: object) -> list[Any]:
 
 
 @backends
+@pytest.mark.parametrize("name", [spec.name for spec in ODD_SPECS])
+def test_odd_specs(backend: Backend, name: str) -> None:
+    check(make_case(SPECS[name], [40, 0, 7], [(0, 6), (100, 70)], backend=backend))
+
+
 @pytest.mark.parametrize(
-    "name", [*(spec.name for spec in ODD_SPECS), *slow(*(spec.name for spec in MODEL_SPECS))]
+    "backend", [pytest.param(b, marks=pytest.mark.slow if b == "xla" else pytest.mark.long) for b in BACKENDS]
 )
-def test_every_spec(backend: Backend, name: str) -> None:
+@pytest.mark.parametrize("name", [spec.name for spec in MODEL_SPECS])
+def test_model_specs(backend: Backend, name: str) -> None:
     check(make_case(SPECS[name], [40, 0, 7], [(0, 6), (100, 70)], backend=backend))
 
 
