@@ -81,6 +81,7 @@ def nothing(*_: Any) -> None:
     """In the place of a wait."""
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10's interpreter does not raise for a race")
 @pytest.mark.parametrize("kernel", [attention_decode, attention_prefill])
 def test_a_fetch_that_nobody_waits_for_is_caught(monkeypatch: pytest.MonkeyPatch, kernel: Any) -> None:
     monkeypatch.setattr(kernel, "wait_pages", nothing)
