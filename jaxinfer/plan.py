@@ -15,8 +15,8 @@ from typing import Any
 from jaxinfer import cli
 from jaxinfer.config import ModelConfig
 from jaxinfer.flags import PlanOptions, describe_absent_tpus, plan_options
-from jaxinfer.memory.chips import Chip, find_chip
-from jaxinfer.memory.ledger import GIB, DoesNotFitError, Ledger, kv_bytes_per_token
+from jaxinfer.memory.chips import GIB, Chip, find_chip
+from jaxinfer.memory.ledger import DoesNotFitError, Ledger, kv_bytes_per_token
 from jaxinfer.memory.parameters import itemsize, num_parameters
 from jaxinfer.memory.planning import Plan, advice, make_plan
 from jaxinfer.memory.roofline import Roofline

@@ -30,7 +30,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from jaxinfer_kernels import AttentionMetadata, QueryTiles, create_kv_pages, paged_attention
+from jaxinfer_kernels import AttentionMetadata, QueryTiles, create_kv_pages, kv_pages_shape, paged_attention
 from jaxinfer_kernels.gpu import attention, decode, prefill
 from jaxinfer_kernels.gpu.common import MMA_ROWS, Visibility
 from jaxinfer_kernels.specs import ATTENTION_SPECS, AttentionSpec
@@ -51,6 +51,11 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 MAX_TOKENS = 8192
 THREADS = {"decode": 256, "prefill": 384}
+
+
+def padded_head_dim(spec: AttentionSpec) -> int:
+    """Of the pages."""
+    return kv_pages_shape(1, 8, 1, spec.head_dim, "gpu")[-1]
 
 
 def step(spec: AttentionSpec, kind: str, kv_dtype: str) -> tuple[Any, ...]:
@@ -143,10 +148,10 @@ def decode_bytes(spec: AttentionSpec, kv_dtype: str) -> float:
     pages = -(-length // spec.page_size) - first // spec.page_size
     size = jnp.dtype(kv_dtype).itemsize
     scales = 4 if size == 1 else 0
-    token = 2 * spec.num_kv_heads * (attention.padded_head_dim(spec.head_dim) * size + scales)
+    token = 2 * spec.num_kv_heads * (padded_head_dim(spec) * size + scales)
     work = decode.make_work_list(jnp.full(num_rows, length, jnp.int32), MAX_TOKENS, visibility)
     columns = spec.num_kv_heads * (-(-spec.num_heads // spec.num_kv_heads // 8) * 8)
-    results = columns * (attention.padded_head_dim(spec.head_dim) + 1) * 4 * 2  # written and read
+    results = columns * (padded_head_dim(spec) + 1) * 4 * 2  # written and read
     moved = num_rows * pages * spec.page_size * token + int(work.num_items[0]) * results
     needed = 2 * spec.num_kv_heads * (spec.head_dim * size + scales) * (length - first) * num_rows
     return round(moved / needed, 3)
@@ -155,7 +160,7 @@ def decode_bytes(spec: AttentionSpec, kv_dtype: str) -> float:
 def prefill_flops(spec: AttentionSpec, kv_dtype: str) -> float:
     """Products issued over products needed, for a chunk of 512 that ends at 8192, the heads' padding too."""
     visibility = Visibility(spec.sliding_window, spec.attention_chunk)
-    head_dim = attention.padded_head_dim(spec.head_dim)
+    head_dim = padded_head_dim(spec)
     kv_tile, _ = attention.prefill_launch(head_dim, spec.page_size, visibility, jnp.dtype(kv_dtype).itemsize)
     tops = jnp.arange(8192 - 512, 8192, MMA_ROWS, dtype=jnp.int32)
     blocks = tops // 128 * 128

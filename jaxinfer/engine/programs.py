@@ -28,6 +28,7 @@ from jaxinfer.config import CacheConfig, ModelConfig, SchedulerConfig
 from jaxinfer.engine.compilation import CompilationCounter, CompileTable
 from jaxinfer.engine.kv_cache import SlotState, create_kv_pages, create_slots
 from jaxinfer.engine.step_batch import Bucket, StepBatch, StepBatcher
+from jaxinfer.memory.ledger import PROMPT_LOGPROBS_ROWS
 from jaxinfer.models.transformer import AttentionFn, Transformer, head_logits
 from jaxinfer.ops.attention import make_attention
 from jaxinfer.ops.sampling import Sampled, SamplingBatch, sample, set_counts, token_logprobs, update_counts
@@ -35,7 +36,6 @@ from jaxinfer.parallel.mesh import num_groups, over_groups, page_sharding, row_s
 from jaxinfer.types import StepPlan
 from jaxinfer_kernels import KVPages
 
-LOGPROBS_ROWS = 32  # of a prompt, whose logits are there at once; divides every prefill tile
 MAX_COMPILE_THREADS = 8  # each may take GBs of the host's memory for a large model
 
 LogprobArrays = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # as token_logprobs returns them
@@ -164,7 +164,8 @@ def prompt_logprobs_step(
     head: jax.Array, hidden: jax.Array, target_ids: jax.Array, *, config: ModelConfig
 ) -> LogprobArrays:
     """Log-probabilities of the token after each of C rows, some at a time so that logits stay small."""
-    tiles = (hidden.reshape(-1, LOGPROBS_ROWS, hidden.shape[-1]), target_ids.reshape(-1, LOGPROBS_ROWS))
+    rows = PROMPT_LOGPROBS_ROWS
+    tiles = (hidden.reshape(-1, rows, hidden.shape[-1]), target_ids.reshape(-1, rows))
     out = jax.lax.map(lambda tile: token_logprobs(head_logits(config, head, tile[0]), tile[1]), tiles)
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out)
 

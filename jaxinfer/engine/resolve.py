@@ -19,7 +19,8 @@ from jaxinfer.config import (
 )
 from jaxinfer.engine.page_pool import pages_for
 from jaxinfer.engine.step_batch import padded_rows
-from jaxinfer.memory.ledger import GIB, CompiledBytes, DoesNotFitError, Ledger, MemoryModel
+from jaxinfer.memory.chips import GIB
+from jaxinfer.memory.ledger import CompiledBytes, DoesNotFitError, Ledger, MemoryModel
 from jaxinfer.parallel.layout import padding
 from jaxinfer_kernels import Backend, kv_tile_tokens, prefill_tile_tokens
 

@@ -17,12 +17,11 @@ from jaxinfer.parallel.layout import device_share
 from jaxinfer_kernels import Backend, kv_pages_shape, kv_tile_tokens
 from jaxinfer_kernels.layout import QUANTIZED_DTYPES
 
-GIB = 2**30
+PROMPT_LOGPROBS_ROWS = 32  # of a prompt, whose logits are there at once; divides every prefill tile
 
 # Of XLA's buffers, in programs compiled for the CPU. `plan --compile` has them from the compiler.
 _SAMPLER_COPIES = 7  # float32 arrays of [rows, V] that the sampler holds at once
 _PROMPT_LOGPROBS_COPIES = 2
-_PROMPT_LOGPROBS_ROWS = 32  # whose logits are there at once
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ class MemoryModel:
         return max(rows * mlp * size, self.max_num_seqs * (tile * size + queries * 4))
 
     def _logits_bytes(self) -> int:
-        rows = max(_SAMPLER_COPIES * self.max_num_seqs, _PROMPT_LOGPROBS_COPIES * _PROMPT_LOGPROBS_ROWS)
+        rows = max(_SAMPLER_COPIES * self.max_num_seqs, _PROMPT_LOGPROBS_COPIES * PROMPT_LOGPROBS_ROWS)
         return rows * self.share.vocab_size * 4
 
 

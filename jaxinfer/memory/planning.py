@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from jaxinfer.config import ConfigError, EngineConfig, MeshConfig, ModelConfig, parse_mesh
 from jaxinfer.engine.page_pool import pages_for
 from jaxinfer.engine.resolve import ResolvedConfig, resolve
-from jaxinfer.memory.chips import Chip
-from jaxinfer.memory.ledger import GIB, CompiledBytes, DoesNotFitError
+from jaxinfer.memory.chips import GIB, Chip
+from jaxinfer.memory.ledger import CompiledBytes, DoesNotFitError
 from jaxinfer.memory.roofline import Roofline, decode_roofline, prefill_roofline
 
 MAX_DEVICES = 1024  # beyond which no advice goes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.memory.ledger import GIB
+from jaxinfer.memory.chips import GIB
 from tests.integration.processes import assert_one_line, command, environment, run
 
 LLAMA_8B = str(Path(__file__).parents[1] / "golden" / "configs" / "Llama-3.1-8B.json")

@@ -16,7 +16,7 @@ import pytest
 
 from jaxinfer import flags, plan
 from jaxinfer.bench import MEASUREMENTS
-from jaxinfer.memory.ledger import GIB
+from jaxinfer.memory.chips import GIB
 from tests.fake_engine import FakeEngine
 from tests.fake_server import Server, serving
 from tests.integration.processes import ENGINE_FLAGS, TIMEOUT_S, environment, run

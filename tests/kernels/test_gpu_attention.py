@@ -204,7 +204,7 @@ def test_the_work_list_covers_each_visible_position_once(window: int | None) -> 
 
 @pytest.mark.parametrize("spec", ATTENTION_SPECS, ids=lambda spec: spec.name)
 def test_the_stages_fit_the_shared_memory(spec: AttentionSpec) -> None:
-    head_dim = attention.padded_head_dim(spec.head_dim)
+    head_dim = kv_pages_shape(1, 8, 1, spec.head_dim, "gpu")[-1]
     blocks, stages = attention.decode_launch(head_dim, spec.num_heads // spec.num_kv_heads)
     assert stages in (3, 4)
     assert blocks in (attention.NUM_SMS, 2 * attention.NUM_SMS)

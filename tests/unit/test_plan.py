@@ -13,8 +13,7 @@ import pytest
 from gguf import GGUFWriter
 
 from jaxinfer import plan
-from jaxinfer.memory.chips import CHIPS
-from jaxinfer.memory.ledger import GIB
+from jaxinfer.memory.chips import CHIPS, GIB
 from tests.integration.processes import environment
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer_kernels.gpu.common import MMA_ROWS, SWIZZLE_BYTES, Logits, Visibility
+from jaxinfer_kernels.gpu.common import MMA_ROWS, Logits, Visibility
 from jaxinfer_kernels.gpu.decode import TILE_TOKENS, decode_attention
 from jaxinfer_kernels.gpu.prefill import prefill_attention
 from jaxinfer_kernels.layout import AttentionMetadata, KVPages
@@ -141,9 +141,3 @@ def _check(q: jax.Array, k: jax.Array, kv_pages: KVPages, metadata: AttentionMet
         tile = num_rows // metadata.prefill.start.shape[0]
         if tile not in (MMA_ROWS, 2 * MMA_ROWS):
             raise ValueError(f"metadata.prefill has tiles of {tile} rows; backend='gpu' takes 64 or 128")
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """The head_dim of the pages: whole swizzled tiles of two-byte numbers."""
-    columns = SWIZZLE_BYTES // 2
-    return -(-head_dim // columns) * columns
