@@ -1,14 +1,16 @@
 """Checkpoint tensors -> the decoder's parameters: the streaming, sharded loader.
 
-Every parameter is filled once, a fused or stacked one from several tensors. Tensors are read one at a
-time, a shard's slice at a time, so that the host never holds much more than the model itself.
+Every parameter is filled once, a fused or stacked one from several tensors. A few parameters are read at
+once, a shard's slice at a time, so that the host never holds much more than the model itself.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
@@ -28,6 +30,7 @@ Index = tuple[slice, ...]
 
 INIT_SCALE = 0.02  # standard deviation of random weights, Hugging Face's initializer_range
 
+_MAX_READ_THREADS = 4  # parameters that are read at once, each a tensor or two of the host's memory
 _BLOCK_BYTES = 8 << 20  # read at once, in the target dtype: what bounds the temporaries
 
 
@@ -179,13 +182,19 @@ def _fill(abstract: Transformer, config: ModelConfig, read: ReadFn) -> Transform
     """The model with each leaf made of what `read` gives for each shard's slice."""
     graph, state = nnx.split(abstract)
     first_device = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("one",)), PartitionSpec())
-    filled = []
-    for path, param in nnx.to_flat_state(state):
-        leaf = param.get_value()
-        pieces = _pieces(_name(path), leaf, config, abstract.config)
-        shard = _read_once(read, pieces, leaf)
-        array = jax.make_array_from_callback(leaf.shape, leaf.sharding or first_device, shard)
-        filled.append((path, param.replace(array)))
+
+    def make(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        shard = _read_once(read, _pieces(_name(path), leaf, config, abstract.config), leaf)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding or first_device, shard)
+
+    flat = nnx.to_flat_state(state)
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_READ_THREADS)) as pool:
+        try:
+            arrays = list(pool.map(make, flat.paths, [param.get_value() for param in flat.leaves]))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    filled = ((path, param.replace(array)) for (path, param), array in zip(flat, arrays, strict=True))
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
