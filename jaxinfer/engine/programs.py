@@ -37,6 +37,8 @@ from jaxinfer.types import StepPlan
 from jaxinfer_kernels import KVPages
 
 MAX_COMPILE_THREADS = 8  # each may take GBs of the host's memory for a large model
+# XLA's CPU compiler would hand products to YNN too, which takes 7% longer for 512 rows.
+_CPU_PREFILL_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
 
 LogprobArrays = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # as token_logprobs returns them
 Program = Callable[..., Any]
@@ -201,13 +203,17 @@ def compile_programs(
     """
     batcher = StepBatcher(scheduler, cache)
     table = CompileTable(counter or CompilationCounter())
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
 
-    def compile_one(lower: Callable[[], Lowered]) -> Program:
-        return lower().compile()
+    def compile_one(name: str, lower: Callable[[], Lowered]) -> Program:
+        tuned = device.platform == "cpu" and name.startswith("prefill_step")
+        return lower().compile(_CPU_PREFILL_OPTIONS if tuned else None)
 
     lowerings = step_lowerings(model, batcher, cache, scheduler, mesh)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as pool:
-        futures = {name: pool.submit(table.make, name, compile_one, job) for name, job in lowerings.items()}
+        futures = {
+            name: pool.submit(table.make, name, compile_one, name, job) for name, job in lowerings.items()
+        }
         programs = {name: future.result() for name, future in futures.items()}
     table.log(programs)
     return Programs.of(batcher, programs)

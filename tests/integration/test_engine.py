@@ -29,10 +29,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, top_k=40, seed=7, max_tokens=20, ignore_eos=True)
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, 150, n).tolist() for n in (5, 1, 31, 32, 33, 70, 8, 90, 16, 3, 47, 64)]
-# Of what takes long, the fast tests have the extremes: the plainest family and the one with windows,
-# the fullest batch and the tightest pool.
+# Of what takes long, the fast tests have the extremes: the family with windows, and the tightest pool.
 FAMILIES = [
-    pytest.param(name, marks=() if name in ("llama", "gemma3") else pytest.mark.slow)
+    pytest.param(name, marks=() if name == "gemma3" else pytest.mark.slow)
     for name in ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 ]
 
@@ -121,7 +120,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param(way, marks=() if way in ("batch of 32", "preemption") else pytest.mark.slow)
+        pytest.param(way, marks=() if way == "preemption" else pytest.mark.slow)
         for way in WAYS
     ],
 )

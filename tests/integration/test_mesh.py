@@ -67,9 +67,7 @@ MESH = {
 
 
 def marks(model: str, mesh: str) -> tuple[pytest.MarkDecorator, ...]:
-    if model == "llama":
-        return () if mesh == "2x2" else (pytest.mark.slow,)
-    return (pytest.mark.slow if MESH[model] == mesh else pytest.mark.long,)
+    return (pytest.mark.slow if model == "llama" or MESH[model] == mesh else pytest.mark.long,)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +108,7 @@ def test_nan_in_unused_pages_changes_nothing(tokenizer: Path, one_device: dict) 
     assert_as_on_one_device(run(engine, REQUESTS, poison_the_null_pages), want)
 
 
+@pytest.mark.slow
 def test_log_probabilities_and_preemption_in_groups(tokenizer: Path) -> None:
     """Rows of several groups come back to the sequences that they belong to."""
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1)

@@ -38,6 +38,7 @@ def alone(engine: Engine) -> dict[str, list[int]]:
     return {key: tokens(run(engine, {key: request})[key]) for key, request in REQUESTS.items()}
 
 
+@pytest.mark.slow
 def test_after_a_prefix_hit_and_in_a_batch(engine: Engine, alone: dict[str, list[int]]) -> None:
     before = engine.stats().prefix_cache_hits
     assert before > 0

@@ -78,6 +78,7 @@ def test_a_layer_has_two_all_reduces(programs: Programs, mesh_config: MeshConfig
 
 
 @pytest.mark.parametrize(("model", "mesh"), [("qwen3_moe", "1x4"), ("mixtral", "1x4")])
+@pytest.mark.slow
 def test_a_layer_of_experts_has_two_all_reduces(model: str, mesh: str) -> None:
     """With whole experts on each device, and with a part of each expert."""
     config = load_model_config(open_checkpoint(MODELS / model))
