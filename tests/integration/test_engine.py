@@ -119,10 +119,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "way",
-    [
-        pytest.param(way, marks=() if way == "preemption" else pytest.mark.slow)
-        for way in WAYS
-    ],
+    [pytest.param(way, marks=() if way == "preemption" else pytest.mark.slow) for way in WAYS],
 )
 def test_tokens_do_not_depend_on_how(way: str, tokenizer: Path, alone: dict) -> None:
     engine = make_engine(tokenizer, **WAYS[way])
