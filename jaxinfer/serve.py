@@ -24,16 +24,15 @@ def _serve(options: ServeOptions) -> int:
         from jaxinfer.engine.async_engine import AsyncEngine
         from jaxinfer.engine.engine import Engine
         from jaxinfer.server.app import create_app
+        from jaxinfer.server.draining import DrainingServer
 
         engine = AsyncEngine(Engine(options.engine), options.max_waiting_requests)
-        server = uvicorn.Server(
-            uvicorn.Config(
-                create_app(engine, options.served_model_name),
-                log_level="info" if options.verbosity >= 0 else "warning",
-                timeout_graceful_shutdown=options.shutdown_timeout_s,
-                ws="none",
-            )
+        config = uvicorn.Config(
+            create_app(engine, options.served_model_name),
+            log_level="info" if options.verbosity >= 0 else "warning",
+            ws="none",
         )
+        server = DrainingServer(config, engine, options.shutdown_timeout_s)
         # uvicorn takes these signals while it runs and raises them again when it has drained: ignored
         # then, so that the process ends with 0.
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -14,19 +15,24 @@ import uvicorn
 
 from jaxinfer.engine.async_engine import AsyncEngine
 from jaxinfer.server.app import create_app
+from jaxinfer.server.draining import DrainingServer
 from tests.fake_engine import MODEL, FakeEngine
 
 
 class Server:
     """The app on a free port, in a thread."""
 
-    def __init__(self, engine: FakeEngine, max_waiting_requests: int = 1024, model: str = MODEL) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine,
+        max_waiting_requests: int = 1024,
+        model: str = MODEL,
+        shutdown_timeout_s: int = 5,
+    ) -> None:
         self.engine = engine
         self.async_engine = AsyncEngine(engine, max_waiting_requests)
-        config = uvicorn.Config(
-            create_app(self.async_engine, model), log_level="critical", ws="none", timeout_graceful_shutdown=5
-        )
-        self._server = uvicorn.Server(config)
+        config = uvicorn.Config(create_app(self.async_engine, model), log_level="critical", ws="none")
+        self._server = DrainingServer(config, self.async_engine, shutdown_timeout_s)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
@@ -54,8 +60,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def serving(engine: FakeEngine, max_waiting_requests: int = 1024, model: str = MODEL) -> Iterator[Server]:
-    server = Server(engine, max_waiting_requests, model)
+def serving(engine: FakeEngine, **options: Any) -> Iterator[Server]:
+    """Options as `Server` has them."""
+    server = Server(engine, **options)
     try:
         yield server
     finally:

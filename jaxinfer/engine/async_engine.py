@@ -54,6 +54,10 @@ class EngineUnavailableError(RuntimeError):
     """The engine failed or is shutting down: nobody's request is at fault."""
 
 
+class ShuttingDownError(EngineUnavailableError):
+    """The time that running requests have after a signal is up."""
+
+
 class QueueFullError(RuntimeError):
     """Too many requests wait already; try again later."""
 
@@ -170,7 +174,7 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """Aborts what still runs and ends the thread; what is submitted from now on is refused."""
-        self._fail_all(EngineUnavailableError("the server is shutting down"))
+        self._fail_all(ShuttingDownError("the server is shutting down"))
         self._inbox.put(self._stop)
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)

@@ -19,7 +19,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from jaxinfer.engine.async_engine import AsyncEngine, EngineUnavailableError, OutputStream, QueueFullError
+from jaxinfer.engine.async_engine import (
+    AsyncEngine,
+    EngineUnavailableError,
+    OutputStream,
+    QueueFullError,
+    ShuttingDownError,
+)
 from jaxinfer.server.openai import (
     MAX_ECHO,
     ApiError,
@@ -196,7 +202,7 @@ async def _collect(answer: Answer, stream: OutputStream, hung_up: asyncio.Task[N
             _check_not_aborted(output.finish_reason)
             answer.add(output)
     except EngineUnavailableError as error:
-        raise ApiError(500, str(error), code="engine_failed") from error
+        raise _unfinished(error) from error
     finally:
         stream.close()
     if hung_up.done():
@@ -216,12 +222,18 @@ async def _events(body: Body, answer: Answer, stream: OutputStream) -> AsyncGene
             yield _event(answer.usage_chunk())
         yield "data: [DONE]\n\n"
     except EngineUnavailableError as error:
-        yield _event(ApiError(500, str(error), code="engine_failed").body())
+        yield _event(_unfinished(error).body())
     except Exception as error:  # the status line is out: the stream is the only place left to say so
         logging.exception("A stream failed.")
         yield _event(ApiError(500, f"internal error: {error}", code="internal_error").body())
     finally:
         stream.close()
+
+
+def _unfinished(error: EngineUnavailableError) -> ApiError:
+    if isinstance(error, ShuttingDownError):
+        return ApiError(503, str(error), code="engine_unavailable")
+    return ApiError(500, str(error), code="engine_failed")
 
 
 def _check_not_aborted(reason: FinishReason | None) -> None:
