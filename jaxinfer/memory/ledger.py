@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from jaxinfer.config import ConfigError, ModelConfig
 from jaxinfer.memory.parameters import itemsize, parameter_bytes, parameters
 from jaxinfer.parallel.layout import device_share
-from jaxinfer_kernels import Backend, kv_pages_shape, kv_tile_tokens
+from jaxinfer_kernels import Backend, decode_tile_tokens, kv_pages_shape, kv_tile_tokens
 from jaxinfer_kernels.layout import QUANTIZED_DTYPES
 
 PROMPT_LOGPROBS_ROWS = 32  # of a prompt, whose logits are there at once; divides every prefill tile
@@ -165,7 +165,7 @@ class MemoryModel:
             if layer.moe is not None
         ]
         mlp = 3 * share.hidden_size + max([3 * share.intermediate_size, *per_moe])
-        tile = 2 * share.num_key_value_heads * kv_tile_tokens(self.page_size) * share.head_dim
+        tile = 2 * share.num_key_value_heads * decode_tile_tokens(self.page_size) * share.head_dim
         queries = 4 * max(share.hidden_size, share.num_attention_heads * share.head_dim)
         rows = self.max_num_seqs + self.max_num_batched_tokens
         return max(rows * mlp * size, self.max_num_seqs * (tile * size + queries * 4))

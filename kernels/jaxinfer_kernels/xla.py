@@ -15,7 +15,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxinfer_kernels.layout import AttentionMetadata, KVPages, QueryTiles, first_seen, kv_tile_tokens
+from jaxinfer_kernels.layout import (
+    AttentionMetadata,
+    KVPages,
+    QueryTiles,
+    decode_tile_tokens,
+    first_seen,
+    kv_tile_tokens,
+)
 from jaxinfer_kernels.quantize import quantize
 
 # Prefill tiles pass in pairs, each with its own bounds: the first rows of a long prompt do not pay for
@@ -181,8 +188,9 @@ def _attend(
     """q [R, B, N, H]; fetch takes page ids [R, pages] -> outputs [R, B, N, V], log-sum-exps [R, B, N]."""
     num_tiles, block, num_heads, head_dim = q.shape
     group = num_heads // num_kv_heads
-    kv_tile = kv_tile_tokens(page_size)
+    kv_tile = decode_tile_tokens(page_size) if block == 1 else kv_tile_tokens(page_size)
     pages_a_tile = kv_tile // page_size
+    page_table = jnp.pad(tiles.page_table, ((0, 0), (0, -tiles.page_table.shape[1] % pages_a_tile)))
     positions = tiles.start[:, None] + jnp.arange(block)  # [R, B]
 
     # [R, K, G * B, H]: one matmul a kv head, whatever the group.
@@ -192,7 +200,7 @@ def _attend(
     def body(
         index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        page_ids = jax.lax.dynamic_slice_in_dim(tiles.page_table, index * pages_a_tile, pages_a_tile, axis=1)
+        page_ids = jax.lax.dynamic_slice_in_dim(page_table, index * pages_a_tile, pages_a_tile, axis=1)
         kv_positions = index * kv_tile + jnp.arange(kv_tile)
         seen = kv_positions <= positions[..., None]  # [R, B, S]
         if options.bounded:
