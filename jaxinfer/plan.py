@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer import cli
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import ModelConfig, parse_mesh
 from jaxinfer.flags import PlanOptions, describe_absent_tpus, plan_options
 from jaxinfer.memory.chips import GIB, Chip, find_chip
 from jaxinfer.memory.ledger import DoesNotFitError, Ledger, kv_bytes_per_token
@@ -53,12 +53,13 @@ def _plan(options: PlanOptions) -> int:
     try:
         plan = make_plan(*question, options.mean_len)
         if options.compile:
-            from jaxinfer.memory.aot import compile_steps, compiled_bytes  # flax, which plain plans can spare
+            # Brings flax, which plain plans can spare.
+            from jaxinfer.memory.aot import compile_stages, compiled_bytes
 
             describe_absent_tpus()
-            steps = compile_steps(plan)
-            report["compiled"] = [dataclasses.asdict(step) for step in steps]
-            plan = make_plan(*question, options.mean_len, compiled_bytes(plan, steps))
+            stages = compile_stages(plan)
+            report["compiled"] = [dataclasses.asdict(step) for steps in stages for step in steps]
+            plan = make_plan(*question, options.mean_len, compiled_bytes(plan, stages))
     except DoesNotFitError as error:
         changes = [dataclasses.asdict(change) for change in advice(error, *question)]
         report |= {"fits": False, **_bytes(error.ledger, error.budget_bytes), "changes": changes}
@@ -161,14 +162,17 @@ def _roofline(roofline: Roofline, plan: Plan) -> Report:
 
 def _text(report: Report) -> Iterator[str]:
     model, chip = report["model"], report["chip"]
-    data, tensor = report["mesh"].split("x")
+    mesh = parse_mesh(report["mesh"])
+    counts = [(mesh.data, "group"), (mesh.tensor, "device")]
+    if mesh.pipe > 1:
+        counts.insert(0, (mesh.pipe, "stage"))
+    sizes = " of ".join(f"{count} {what}{'s' * (count != 1)}" for count, what in counts)
     yield (
         f"{model['path']}: {model['architecture']}, {model['num_parameters']:,} parameters, "
         f"{model['num_hidden_layers']} layers, {model['num_key_value_heads']} KV heads of {model['head_dim']}"
     )
     yield (
-        f"{chip['name']}, mesh {report['mesh']}: {data} group{'s' * (data != '1')} of {tensor} "
-        f"device{'s' * (tensor != '1')}; {report['budget_bytes'] / GIB:.2f} GiB of "
+        f"{chip['name']}, mesh {mesh}: {sizes}; {report['budget_bytes'] / GIB:.2f} GiB of "
         f"{chip['memory_gib'] / chip['num_devices']:g} GiB a device may be used"
     )
     yield from (f"what if: {note}" for note in report["what_if"])

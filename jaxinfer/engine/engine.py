@@ -32,8 +32,8 @@ from jaxinfer.memory.measured import MemoryReport
 from jaxinfer.metrics import EngineStats, Metrics
 from jaxinfer.models.families import load_model_config
 from jaxinfer.models.transformer import Transformer
-from jaxinfer.models.weights import load_model, random_model
-from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.models.weights import load_stages, random_stages
+from jaxinfer.parallel.mesh import make_meshes
 from jaxinfer.text import Tokenizer, load_tokenizer
 from jaxinfer.types import (
     ContextLengthError,
@@ -71,7 +71,7 @@ class Engine:
           ConfigError, CheckpointError: one line that says what is wrong.
         """
         check(config)
-        mesh = make_mesh(parse_mesh(config.mesh), jax.devices())
+        meshes = make_meshes(parse_mesh(config.mesh), jax.devices())
         start_s = time.monotonic()
         self.config = config
         self.metrics = Metrics()
@@ -93,17 +93,19 @@ class Engine:
         dtype = jnp.dtype(resolved.dtype)
         opened_s = time.monotonic()
         with ThreadPoolExecutor(2) as pool:
-            programs = pool.submit(prepare_programs, config, self.model_config, resolved, mesh, self._counter)
+            programs = pool.submit(
+                prepare_programs, config, self.model_config, resolved, meshes, self._counter
+            )
             tokenizer = pool.submit(_load_tokenizer, config, path, reader, cache_dir)
-            model = self._load_weights(reader, dtype, mesh)
+            stages = self._load_weights(reader, dtype, meshes)
             loaded_s = time.monotonic()
             self.tokenizer: Tokenizer = tokenizer.result()
-            self._runner = Runner(model, programs.result(), resolved.cache, resolved.scheduler)
+            self._runner = Runner(stages, programs.result(), resolved.cache, resolved.scheduler, meshes)
         reader.close()
         if device.platform == "cpu":
             keep_freed_memory()
             # Takes a second, for which nobody need wait.
-            threading.Thread(target=use_huge_pages, args=(jax.tree.leaves(model),), daemon=True).start()
+            threading.Thread(target=use_huge_pages, args=(jax.tree.leaves(stages),), daemon=True).start()
         ready_s = time.monotonic()
         self.timeline = (
             ("open", opened_s - start_s),
@@ -119,7 +121,7 @@ class Engine:
         self._num_compiled_at_start = self._counter.total.num_compilations
         self._totals = _Totals()
         self._device = device
-        self._measured_bytes = self._runner.memory_bytes()
+        self._measured_bytes = self._runner.memory_bytes(resolved.fullest_stage)
         self.metrics.observe_memory(self._measured_bytes)
         logging.info(
             "ready: %d pages of %d tokens, %d slots, length limit %d; %d programs compiled, %d cached",
@@ -131,10 +133,12 @@ class Engine:
             self._counter.total.num_cache_hits,
         )
 
-    def _load_weights(self, reader: CheckpointReader, dtype: jnp.dtype, mesh: Mesh | None) -> Transformer:
+    def _load_weights(
+        self, reader: CheckpointReader, dtype: jnp.dtype, meshes: tuple[Mesh | None, ...]
+    ) -> tuple[Transformer, ...]:
         if self.config.load_format == "dummy":
-            return random_model(self.model_config, dtype, self.config.seed, mesh)
-        return load_model(reader, self.model_config, dtype, mesh=mesh)
+            return random_stages(self.model_config, dtype, self.config.seed, meshes)
+        return load_stages(reader, self.model_config, dtype, meshes)
 
     def add_request(self, request: Request) -> None:
         """Takes a request, which `step` then works on.

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxinfer.config import ConfigError, ModelConfig
 from jaxinfer.memory.parameters import itemsize, parameter_bytes, parameters
 from jaxinfer.parallel.layout import device_share
+from jaxinfer.parallel.stages import stage_models
 from jaxinfer_kernels import Backend, kv_pages_shape, kv_tile_tokens
 from jaxinfer_kernels.layout import QUANTIZED_DTYPES
 
@@ -60,7 +61,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class CompiledBytes:
-    """What the compiler says of the programs, in place of the estimates.
+    """What the compiler says of a stage's programs, in place of the estimates.
 
     `page_bytes` are of a page in all layers, as the device's own layout of the cache pads it; the others
     are the ledger's classes.
@@ -95,10 +96,11 @@ class MemoryModel:
       page_size: tokens in a page.
       max_num_seqs: decode rows of the largest step.
       max_num_batched_tokens: prefill rows of the largest step, beside the decode rows.
-      tensor: devices that share the model.
+      tensor: devices that share a stage's model.
+      pipe: pipeline stages.
       quantize: "none", or a weight-only format by its name.
       on_host: the device is the CPU, whose memory is the host's.
-      compiled: what the compiler says, where it was asked.
+      compiled: what the compiler says of each stage, where it was asked.
       backend: the attention kernels', which own the layout of the pages.
     """
 
@@ -109,14 +111,45 @@ class MemoryModel:
     max_num_seqs: int
     max_num_batched_tokens: int
     tensor: int = 1
+    pipe: int = 1
     quantize: str = "none"
     on_host: bool = False
-    compiled: CompiledBytes | None = None
+    compiled: tuple[CompiledBytes, ...] = ()
     backend: Backend = "xla"
 
+    @property
+    def stages(self) -> tuple[MemoryModel, ...]:
+        """Each pipeline stage, as a model of its own."""
+        if self.pipe == 1:
+            return (self,)
+        models = stage_models(self.model, self.pipe)
+        return tuple(
+            replace(self, model=model, pipe=1, compiled=self.compiled[index : index + 1])
+            for index, model in enumerate(models)
+        )
+
+    def fullest_stage(self, num_pages: int) -> int:
+        """The first stage whose devices hold most, with so many pages."""
+        sizes = [stage._ledger(num_pages).device_bytes for stage in self.stages]
+        return sizes.index(max(sizes))
+
     def ledger(self, num_pages: int) -> Ledger:
-        """With so many pages, the null page included."""
-        compiled = self.compiled
+        """With so many pages, the null page included; of a device of the fullest stage."""
+        ledgers = [stage._ledger(num_pages) for stage in self.stages]
+        staging = max(ledger.host_staging for ledger in ledgers)
+        return replace(ledgers[self.fullest_stage(num_pages)], host_staging=staging)
+
+    def pages_within(self, budget_bytes: int, cache_bytes: int) -> int:
+        """Pages that fit beside everything else, and into `cache_bytes`, on the devices of every stage."""
+        return min(
+            min(budget_bytes - stage._ledger(0).device_bytes, cache_bytes) // stage.page_bytes
+            for stage in self.stages
+        )
+
+    def _ledger(self, num_pages: int) -> Ledger:
+        """Of one stage's device."""
+        compiled = self.compiled[0] if self.compiled else None
+        temporaries = compiled.activations if compiled else self._activation_bytes()
         weights = [
             (parameter, parameter_bytes(parameter, self.dtype, self.quantize))
             for parameter in parameters(self.share)
@@ -125,8 +158,8 @@ class MemoryModel:
         return Ledger(
             weights=sum(size for _, size in weights),
             kv_cache=num_pages * self.page_bytes,
-            slots=self._slot_bytes(),
-            activations=compiled.activations if compiled else self._activation_bytes(),
+            slots=self._slot_bytes() if self.model.stage.is_last else 0,
+            activations=temporaries + self._handed_bytes(),
             logits=compiled.logits if compiled else self._logits_bytes(),
             programs=compiled.programs if compiled else 0,
             # The CPU client takes the buffer over.
@@ -135,14 +168,18 @@ class MemoryModel:
 
     @property
     def share(self) -> ModelConfig:
-        """What one device holds of the model, as a model of its own."""
+        """What one device holds of a stage's model, as a model of its own."""
         return device_share(self.model, self.tensor)
 
     @property
     def page_bytes(self) -> int:
-        """A page in all layers of one device, in the layout of the kernels, with its scales."""
-        if self.compiled is not None:
-            return self.compiled.page_bytes
+        """A page in all layers of one device, in the layout of the kernels, with its scales; the most of
+        any stage's.
+        """
+        if self.pipe > 1:
+            return max(stage.page_bytes for stage in self.stages)
+        if self.compiled:
+            return self.compiled[0].page_bytes
         heads = self.share.num_key_value_heads
         shape = kv_pages_shape(1, self.page_size, heads, self.model.head_dim, self.backend)
         data = math.prod(shape) * itemsize(self.kv_dtype)
@@ -170,7 +207,15 @@ class MemoryModel:
         rows = self.max_num_seqs + self.max_num_batched_tokens
         return max(rows * mlp * size, self.max_num_seqs * (tile * size + queries * 4))
 
+    def _handed_bytes(self) -> int:
+        """The hidden state that the stage before hands over, and the one for the stage after."""
+        stage = self.model.stage
+        rows = self.max_num_seqs + self.max_num_batched_tokens
+        return (2 - stage.is_first - stage.is_last) * rows * self.model.hidden_size * itemsize(self.dtype)
+
     def _logits_bytes(self) -> int:
+        if not self.model.stage.is_last:
+            return 0
         rows = max(_SAMPLER_COPIES * self.max_num_seqs, _PROMPT_LOGPROBS_COPIES * PROMPT_LOGPROBS_ROWS)
         return rows * self.share.vocab_size * 4
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxinfer.config import ConfigError, EngineConfig, MeshConfig, ModelConfig, parse_mesh
 from jaxinfer.engine.page_pool import pages_for
@@ -22,7 +22,7 @@ class Plan:
     Attributes:
       resolved: what one data-parallel group has.
       model, chip: of what, on what.
-      mesh: data-parallel groups, each with pages and slots of its own, and the devices in each.
+      mesh: data-parallel groups, each with pages and slots of its own, the devices in each, and stages.
       mean_len: tokens of a request on average.
     """
 
@@ -56,7 +56,7 @@ class Plan:
     def largest_context(self) -> int:
         """Tokens of one request, where it has a group's KV cache to itself."""
         page_size = self.resolved.cache.page_size
-        held = (self.resolved.available_bytes // self.resolved.memory.page_bytes - 1) * page_size
+        held = (self.resolved.available_pages - 1) * page_size
         return min(held, self.model.max_position_embeddings)
 
     @property
@@ -84,7 +84,7 @@ def make_plan(
     chip: Chip,
     quantize: str,
     mean_len: int,
-    compiled: CompiledBytes | None = None,
+    compiled: tuple[CompiledBytes, ...] = (),
 ) -> Plan:
     """The engine's sizes on that chip; see `resolve`.
 
@@ -159,12 +159,14 @@ def _meshes_as_large(config: EngineConfig) -> Iterator[str]:
     mesh = parse_mesh(config.mesh)
     for ways in range(2, mesh.data + 1):
         if mesh.data % ways == 0:
-            yield f"{mesh.data // ways}x{mesh.tensor * ways}"
+            yield str(replace(mesh, data=mesh.data // ways, tensor=mesh.tensor * ways))
 
 
 def _larger_meshes(config: EngineConfig) -> Iterator[str]:
-    """One group of ever more devices, beyond those there are."""
+    """One group of ever more devices, beyond those there are, in the fewest stages first."""
     num_devices = parse_mesh(config.mesh).num_devices
     while num_devices <= MAX_DEVICES // 2:
         num_devices *= 2
-        yield f"1x{num_devices}"
+        for exponent in range(num_devices.bit_length()):
+            if num_devices % 2**exponent == 0:
+                yield str(MeshConfig(1, num_devices >> exponent, 2**exponent))

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jaxinfer.config import LayerConfig, MeshConfig, ModelConfig, MoeConfig, RopeConfig
 from jaxinfer.models import weights
 from jaxinfer.models.transformer import Transformer
-from jaxinfer.models.weights import load_model, random_model
+from jaxinfer.models.weights import load_model, random_stages
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer_checkpoints import CheckpointError, TensorInfo
 from tests.gguf_names import gguf_names, stack_experts
@@ -114,7 +114,7 @@ def tensors(model: Transformer) -> dict[str, np.ndarray]:
 def arrays_for(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Random values for each tensor, under Hugging Face's names."""
     rng = np.random.default_rng(seed)
-    shapes = {name: value.shape for name, value in tensors(random_model(config, F32, 0)).items()}
+    shapes = {name: value.shape for name, value in tensors(random_stages(config, F32, 0, (None,))[0]).items()}
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
@@ -449,7 +449,7 @@ def test_a_mesh_needs_a_few_tensors_of_host_memory(monkeypatch: pytest.MonkeyPat
 
 
 def test_random_model_is_repeatable_and_its_norms_are_one() -> None:
-    first, second, other = (leaves(random_model(LLAMA, F32, seed)) for seed in (1, 1, 2))
+    first, second, other = (leaves(random_stages(LLAMA, F32, seed, (None,))[0]) for seed in (1, 1, 2))
     assert_equal(first, second)
     assert not np.array_equal(first["lm_head.weight"], other["lm_head.weight"])
     assert (first["model.norm.weight"] == 1).all()
