@@ -330,7 +330,9 @@ def step_lowerings(
 
         return jax.jit(create_state, out_shardings=None if mesh is None else (pages_lie, rows_lie)).lower()
 
-    lowerings = {forward_name(bucket): partial(lower_forward, bucket) for bucket in batcher.buckets}
+    lowerings: dict[str, Callable[[], Lowered]] = {
+        forward_name(bucket): partial(lower_forward, bucket) for bucket in batcher.buckets
+    }
     if stage.is_last:
         lowerings |= {
             **{sample_name(size): partial(lower_sample, size) for size in batcher.sample_sizes},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -110,8 +111,8 @@ def advice(
 ) -> tuple[Change, ...]:
     """What would make it fit, the least change first.
 
-    Another mesh of the same chips; quantised weights; shorter requests; more chips; and last, how much
-    would have to stay in the host's memory.
+    Another mesh of the same chips; quantised weights; shorter requests; more chips in a group, or in stages
+    where that is too few; and last, how much would have to stay in the host's memory.
     """
 
     def fits(config: EngineConfig, quantize: str = quantize) -> Plan | None:
@@ -135,7 +136,8 @@ def advice(
         shorter = fits(config.replace(max_model_len=None))
         if shorter is not None:
             yield f"--max_model_len={shorter.resolved.scheduler.max_model_len}", shorter
-        larger = ((mesh, fits(config.replace(mesh=mesh))) for mesh in _larger_meshes(config))
+        meshes = itertools.chain.from_iterable(zip(_larger_meshes(config), _more_stages(config), strict=True))
+        larger = ((mesh, fits(config.replace(mesh=mesh))) for mesh in meshes)
         yield next(((f"--mesh={mesh}", plan) for mesh, plan in larger if plan), ("", None))
 
     changes = [Change(change, _outcome(plan)) for change, plan in candidates() if plan is not None]
@@ -163,10 +165,16 @@ def _meshes_as_large(config: EngineConfig) -> Iterator[str]:
 
 
 def _larger_meshes(config: EngineConfig) -> Iterator[str]:
-    """One group of ever more devices, beyond those there are, in the fewest stages first."""
+    """One group of ever more devices, beyond those there are."""
     num_devices = parse_mesh(config.mesh).num_devices
     while num_devices <= MAX_DEVICES // 2:
         num_devices *= 2
-        for exponent in range(num_devices.bit_length()):
-            if num_devices % 2**exponent == 0:
-                yield str(MeshConfig(1, num_devices >> exponent, 2**exponent))
+        yield f"1x{num_devices}"
+
+
+def _more_stages(config: EngineConfig) -> Iterator[str]:
+    """Ever more stages of the devices that there are, as many in all as `_larger_meshes` has."""
+    mesh = parse_mesh(config.mesh)
+    while mesh.num_devices <= MAX_DEVICES // 2:
+        mesh = replace(mesh, pipe=mesh.pipe * 2)
+        yield str(mesh)

@@ -443,9 +443,8 @@ def test_stages_hold_the_layers_that_they_compute(mesh: str, config: ModelConfig
         first = stage.config.stage.first_layer
         whole = on_devices(load_model(FakeReader("safetensors", arrays), config, F32, meshes[index]))
         for name, parts in on_devices(stage).items():
-            path = re.sub(
-                r"layers\.(\d+)", lambda match, first=first: f"layers.{int(match[1]) + first}", name
-            )
+            number = re.search(r"layers\.(\d+)", name)
+            path = name.replace(number[0], f"layers.{int(number[1]) + first}") if number else name
             found[path] += 1
             np.testing.assert_array_equal(parts, whole[path])
         devices = {device for leaf in jax.tree.leaves(stage) for device in leaf.sharding.device_set}
