@@ -36,6 +36,23 @@ def test_planned_bytes_are_measured(engine: Engine) -> None:
     assert memory.measured["kv_cache"] == 4 * 2 * 2 * 16 * 4 * (4 * 128 + 8)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "mesh"), [("llama", "3x1x1"), ("gemma3", "2x1x2"), ("qwen3_moe", "2x2x2")])
+def test_planned_bytes_are_measured_on_every_stage(model: str, mesh: str, tokenizer: Path) -> None:
+    """Each stage's devices hold what the ledger says of that stage, and the ledger is the fullest one's."""
+    engine = make_engine(tokenizer, model, mesh=mesh)
+    resolved, planned = engine._resolved, []
+    for index, stage in enumerate(resolved.memory.stages):
+        planned.append(stage.ledger(resolved.cache.num_pages))
+        measured = engine._runner.memory_bytes(index)
+        for name in ("weights", "kv_cache", "slots"):
+            assert planned[-1].by_class()[name] == pytest.approx(measured[name], rel=0.01), (index, name)
+    memory = engine.memory()
+    assert memory.planned.device_bytes == max(ledger.device_bytes for ledger in planned)
+    assert memory.measured == engine._runner.memory_bytes(resolved.fullest_stage)
+    assert memory.planned.weights == memory.measured["weights"]
+
+
 def test_the_plan_of_this_machine_is_the_engines(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--max_num_seqs=4", "--max_num_batched_tokens=64", "--max_model_len=128", "--page_size=8")
     assert plan.main([f"--model={MODELS / 'llama'}", *flags, "--json"]) == 0
