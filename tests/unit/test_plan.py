@@ -97,7 +97,7 @@ def test_stages_hold_what_outgrows_a_slice(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_stages_are_advised_where_tensor_parallelism_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of Mixtral-8x7B's 87.0 GiB, 2.7 would lie on each of 32 devices, of which 2 may be used; and 32 heads."""
+    """Mixtral-8x7B's 87.0 GiB are 2.7 on each of 32 devices, where 2 may be used; it has no more heads."""
     flags = ("--chip=v5e", "--mesh=1x32", "--max_model_len=1024", "--memory_utilization=0.125")
     status, report, _ = run(capsys, "Mixtral-8x7B", *flags, "--max_num_seqs=1")
     changes = [change["change"] for change in report["changes"]]
