@@ -181,6 +181,12 @@ class SchedulerConfig:
     scheduling: Literal["fcfs", "priority"] = "fcfs"
     prefill_tile: int = 32  # a chunk's rows are a multiple of it, as the attention kernels want
     num_groups: int = 1
+    num_waves: int = 1  # that sequences are dealt to, which steps serve in turn: one a pipeline stage
+
+    @property
+    def max_step_seqs(self) -> int:
+        """Sequences of a group in a step at most: a wave's part of `max_num_seqs`."""
+        return -(-self.max_num_seqs // self.num_waves)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ Report = dict[str, Any]
 
 ASSUMPTION = (
     "every byte moves at the published bandwidth and every operation runs at the published rate, memory and "
-    "arithmetic overlap fully, all-reduces not at all: real steps are slower"
+    "arithmetic overlap fully, what is sent not at all, and each pipeline stage always has a step: real steps "
+    "are slower"
 )
 _CLASSES = {
     "weights": "weights",
@@ -153,7 +154,8 @@ def _roofline(roofline: Roofline, plan: Plan) -> Report:
     return dataclasses.asdict(roofline) | {
         "step_s": roofline.step_s,
         "bound": roofline.bound,
-        "tokens_per_s_a_chip": roofline.tokens_per_s * plan.num_groups / plan.num_chips,
+        # Of each stage's steps, one is under way.
+        "tokens_per_s_a_chip": roofline.tokens_per_s * plan.num_groups * plan.mesh.pipe / plan.num_chips,
     }
 
 

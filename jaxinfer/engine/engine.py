@@ -117,7 +117,7 @@ class Engine:
         self._requests: dict[str, LiveRequest] = {}
         self._completions: dict[int, LiveCompletion] = {}
         self._next_seq_id = 0
-        self._in_flight: InFlight | None = None
+        self._in_flight: deque[InFlight] = deque()
         self._num_compiled_at_start = self._counter.total.num_compilations
         self._totals = _Totals()
         self._device = device
@@ -210,10 +210,12 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """True while `step` has something to do."""
-        return self._scheduler.has_unfinished() or self._in_flight is not None
+        return self._scheduler.has_unfinished() or bool(self._in_flight)
 
     def step(self) -> list[TokenOutput]:
         """Launches the next step, then reads the one before it. Returns what that one brought.
+
+        With pipeline stages the one before is the same wave's, and the steps between the two stay in flight.
 
         Raises:
           CompiledWhileServingError: something was compiled, which `strict_shapes` forbids.
@@ -226,16 +228,17 @@ class Engine:
 
     def _launch_and_read(self) -> list[TokenOutput]:
         start_s, worked_s = time.monotonic(), time.thread_time()
-        previous, self._in_flight = self._in_flight, None
+        waves = [step.plan.wave for step in self._in_flight]
         plan = self._scheduler.schedule()
         if plan is not None:
-            self._in_flight = self._runner.launch(plan)
+            self._in_flight.append(self._runner.launch(plan))
             self._note_scheduled(plan, start_s)
         outputs: list[TokenOutput] = []
-        if previous is not None:
-            result = self._runner.read(previous)
-            self._note_prompt_logprobs(previous.plan, result)
-            for sequence in self._scheduler.commit(previous.plan, result):
+        for _ in range(_num_due(waves, plan)):
+            step = self._in_flight.popleft()
+            result = self._runner.read(step)
+            self._note_prompt_logprobs(step.plan, result)
+            for sequence in self._scheduler.commit(step.plan, result):
                 outputs.append(self._output(sequence, result))
         self.host_times_s.append(time.thread_time() - worked_s)
         return outputs
@@ -326,6 +329,15 @@ class Engine:
             num_decode_tokens=totals.num_decode_tokens,
             num_padding_tokens=self._runner.num_padding_rows,
         )
+
+
+def _num_due(waves: list[int], plan: StepPlan | None) -> int:
+    """How many of the steps in flight, oldest first and known by their waves, are read now that one more was
+    launched: those up to the same wave's, or the oldest where nothing was left to launch.
+    """
+    if plan is None:
+        return min(1, len(waves))
+    return max((n for n, wave in enumerate(waves, 1) if wave == plan.wave), default=0)
 
 
 class _Totals:

@@ -162,6 +162,7 @@ def resolve(
         scheduling=config.scheduling,
         prefill_tile=tile,
         num_groups=mesh.data,
+        num_waves=mesh.pipe,
     )
     cache = CacheConfig(config.page_size, num_pages, kv_dtype, backend)
     return ResolvedConfig(dtype, scheduler, cache, memory, budget_bytes, available_pages)

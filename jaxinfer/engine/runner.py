@@ -52,6 +52,8 @@ class Runner:
         self.slots: SlotState = states[-1][1]
         # Where what one stage hands to the next lies; nothing moves where there is one.
         self._places = [None if mesh is None or len(meshes) == 1 else row_sharding(mesh) for mesh in meshes]
+        # With stages: a wave's as of its latest step, on the first stage. Other waves' steps may be running.
+        self._last_tokens: dict[int, jax.Array] = {}
         self.num_padding_rows = 0  # rows computed for nothing, so far
 
     def memory_bytes(self, stage: int) -> dict[str, int]:
@@ -77,27 +79,32 @@ class Runner:
         bucket = self._batcher.bucket(plan)
         built = self._batcher.build(plan, bucket)
         self.num_padding_rows += bucket.num_rows * self._config.num_groups - plan.num_tokens
-        hidden, *prefill_hidden = self._forward(bucket, built.batch)
+        hidden, *prefill_hidden = self._forward(bucket, built.batch, plan.wave)
         self.slots, sampled = programs.sample[self._batcher.num_samples(bucket)](
             self._head, self.slots, hidden, built.sample_slots, built.sampling
         )
+        if len(self._params) > 1:
+            self._last_tokens[plan.wave] = self._moved(self.slots.last_tokens, 0)
         prompt_logprobs = None
         if built.target_ids is not None:
             program = programs.prompt_logprobs[bucket.num_prefill_rows]
             prompt_logprobs = program(self._head, prefill_hidden[0], built.target_ids)
         return InFlight(plan, built, sampled, prompt_logprobs)
 
-    def _forward(self, bucket: Bucket, batch: StepBatch) -> list[jax.Array]:
+    def _forward(self, bucket: Bucket, batch: StepBatch, wave: int) -> list[jax.Array]:
         """Runs the stages in turn, each on what the one before it hands over. What the last one gives."""
-        results = [self.slots.last_tokens]
+        results = [self._last_tokens.get(wave, self.slots.last_tokens)]
         for stage, program in enumerate(self.programs.forward[bucket]):
-            carried, place = results[0], self._places[stage]
-            if place is not None:
-                carried = jax.device_put(carried, place)
+            carried = self._moved(results[0], stage)
             self.kv_pages[stage], *results = program(
                 self._params[stage], self.kv_pages[stage], carried, batch
             )
         return results
+
+    def _moved(self, array: jax.Array, stage: int) -> jax.Array:
+        """Sent to a stage's devices, without waiting for it."""
+        place = self._places[stage]
+        return array if place is None else jax.device_put(array, place)
 
     def read(self, step: InFlight) -> StepResult:
         """Waits for a step and brings what it sampled to the host."""

@@ -94,7 +94,7 @@ class MemoryModel:
       dtype: of weights and activations.
       kv_dtype: of the KV cache.
       page_size: tokens in a page.
-      max_num_seqs: decode rows of the largest step.
+      max_num_seqs: slots, which are dealt to as many waves of decode rows as there are stages.
       max_num_batched_tokens: prefill rows of the largest step, beside the decode rows.
       tensor: devices that share a stage's model.
       pipe: pipeline stages.
@@ -186,6 +186,11 @@ class MemoryModel:
         scales = 2 * heads * self.page_size * 4 if self.kv_dtype in QUANTIZED_DTYPES else 0
         return (data + scales) * self.model.num_hidden_layers
 
+    @property
+    def _num_decodes(self) -> int:
+        """Rows of the largest step."""
+        return -(-self.max_num_seqs // self.model.stage.num_stages)
+
     def _slot_bytes(self) -> int:
         """engine/kv_cache.py's SlotState: a token, and for each of the vocabulary a bit and a count."""
         return (self.max_num_seqs + 1) * (4 + self.model.vocab_size * (1 + 4))
@@ -204,19 +209,19 @@ class MemoryModel:
         mlp = 3 * share.hidden_size + max([3 * share.intermediate_size, *per_moe])
         tile = 2 * share.num_key_value_heads * kv_tile_tokens(self.page_size) * share.head_dim
         queries = 4 * max(share.hidden_size, share.num_attention_heads * share.head_dim)
-        rows = self.max_num_seqs + self.max_num_batched_tokens
-        return max(rows * mlp * size, self.max_num_seqs * (tile * size + queries * 4))
+        rows = self._num_decodes + self.max_num_batched_tokens
+        return max(rows * mlp * size, self._num_decodes * (tile * size + queries * 4))
 
     def _handed_bytes(self) -> int:
         """The hidden state that the stage before hands over, and the one for the stage after."""
         stage = self.model.stage
-        rows = self.max_num_seqs + self.max_num_batched_tokens
+        rows = self._num_decodes + self.max_num_batched_tokens
         return (2 - stage.is_first - stage.is_last) * rows * self.model.hidden_size * itemsize(self.dtype)
 
     def _logits_bytes(self) -> int:
         if not self.model.stage.is_last:
             return 0
-        rows = max(_SAMPLER_COPIES * self.max_num_seqs, _PROMPT_LOGPROBS_COPIES * PROMPT_LOGPROBS_ROWS)
+        rows = max(_SAMPLER_COPIES * self._num_decodes, _PROMPT_LOGPROBS_COPIES * PROMPT_LOGPROBS_ROWS)
         return rows * self.share.vocab_size * 4
 
 

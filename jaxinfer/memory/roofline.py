@@ -1,8 +1,8 @@
 """The least time that a step can take, by what it must move and compute.
 
 A step's time is the greater of its bytes over the memory's bandwidth and its operations over the
-chip's rate, plus what it sends over the links: the first two overlap perfectly, the last not at all. A
-pipeline stage waits for the one before it, so what a device of each must do in turn is added up.
+chip's rate, plus what it sends over the links: the first two overlap perfectly, the last not at all. It
+passes the pipeline stages one after another, so what a device of each must do is added up.
 Of a mixture's experts those are read that the step's tokens choose, were each choice as likely.
 Nothing runs at the published peak, so this bounds the speed from above (Williams, Waterman and
 Patterson 2009, "Roofline").

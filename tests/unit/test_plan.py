@@ -88,12 +88,14 @@ def test_stages_hold_what_outgrows_a_slice(capsys: pytest.CaptureFixture[str]) -
     assert sizes["kv_cache"] == cache["num_pages_a_group"] * cache["page_bytes_a_device"]
     assert cache["bytes_a_token"] == 80 * 8 * 2 * 128 * 2
     assert 0 <= report["budget_bytes"] - report["device_bytes"] < cache["page_bytes_a_device"]
-    # The stages take turns: what a device of each reads is added up, and one hands 8 rows to the other.
+    # 8 requests are 2 steps of 4 in flight: what a device of each stage reads is added up, and one hands 4
+    # rows to the other.
     step = report["roofline"]["decode"]
+    assert step["num_tokens"] == 4
     assert step["weight_bytes"] == 80 * layer + table + 4 * 8192
-    assert step["kv_bytes"] == 8 * 2048 * 80 * 2 * 128 * 2
-    assert step["link_bytes"] == 2 * 7 / 8 * 2 * 80 * 8 * 8192 * 2 + 8 * 8192 * 2
-    assert step["tokens_per_s_a_chip"] == pytest.approx(8 / step["step_s"] / 16)
+    assert step["kv_bytes"] == 4 * 2048 * 80 * 2 * 128 * 2
+    assert step["link_bytes"] == 2 * 7 / 8 * 2 * 80 * 4 * 8192 * 2 + 4 * 8192 * 2
+    assert step["tokens_per_s_a_chip"] == pytest.approx(2 * 4 / step["step_s"] / 16)
 
 
 def test_stages_are_advised_where_tensor_parallelism_ends(capsys: pytest.CaptureFixture[str]) -> None:
