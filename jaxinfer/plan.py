@@ -27,8 +27,8 @@ Report = dict[str, Any]
 
 ASSUMPTION = (
     "every byte moves at the published bandwidth and every operation runs at the published rate, memory and "
-    "arithmetic overlap fully, what is sent not at all, and each pipeline stage always has a step: real steps "
-    "are slower"
+    "arithmetic overlap fully, what is sent not at all, and a pipeline stage always has a step to compute: "
+    "real steps are slower"
 )
 _CLASSES = {
     "weights": "weights",

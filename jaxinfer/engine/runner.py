@@ -52,7 +52,8 @@ class Runner:
         self.slots: SlotState = states[-1][1]
         # Where what one stage hands to the next lies; nothing moves where there is one.
         self._places = [None if mesh is None or len(meshes) == 1 else row_sharding(mesh) for mesh in meshes]
-        # With stages: a wave's as of its latest step, on the first stage. Other waves' steps may be running.
+        # With stages: a wave's as of its latest step that sampled, on the first stage, which then waits for
+        # no other wave's steps, and between chunks of a prompt for none.
         self._last_tokens: dict[int, jax.Array] = {}
         self.num_padding_rows = 0  # rows computed for nothing, so far
 
@@ -83,7 +84,7 @@ class Runner:
         self.slots, sampled = programs.sample[self._batcher.num_samples(bucket)](
             self._head, self.slots, hidden, built.sample_slots, built.sampling
         )
-        if len(self._params) > 1:
+        if len(self._params) > 1 and built.sampled:
             self._last_tokens[plan.wave] = self._moved(self.slots.last_tokens, 0)
         prompt_logprobs = None
         if built.target_ids is not None:

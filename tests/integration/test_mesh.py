@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.config import ConfigError, parse_mesh
+from jaxinfer.config import parse_mesh
 from jaxinfer.llm import LLM
-from jaxinfer.parallel.mesh import make_meshes
 from jaxinfer.types import SamplingParams, TokenOutput
 from tests.integration.engines import make_engine, run, tokens, write_byte_tokenizer
 
@@ -160,21 +157,3 @@ def test_the_demo_on_any_mesh(mesh: str, demo_path: Path) -> None:
         return [out.outputs[0].token_ids for out in llm.generate(texts, params, use_tqdm=False)]
 
     assert answers(mesh) == answers("1x1")
-
-
-@pytest.mark.parametrize(
-    ("mesh", "words"),
-    [
-        ("5x1x1", "5 pipeline stages need as many layers, and LlamaForCausalLM has num_hidden_layers=4"),
-        ("3x1x4", "mesh=3x1x4 needs 12 devices, and 8 "),
-    ],
-)
-def test_stages_that_cannot_be_are_refused(mesh: str, words: str, tokenizer: Path) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        make_engine(tokenizer, mesh=mesh)
-
-
-def test_stages_on_several_hosts_are_refused() -> None:
-    hosts = [SimpleNamespace(process_index=i // 4, platform="tpu") for i in range(8)]
-    with pytest.raises(ConfigError, match="mesh=2x1x4: pipeline stages need all devices on one host"):
-        make_meshes(parse_mesh("2x1x4"), hosts)
