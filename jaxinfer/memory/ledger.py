@@ -149,7 +149,6 @@ class MemoryModel:
     def _ledger(self, num_pages: int) -> Ledger:
         """Of one stage's device."""
         compiled = self.compiled[0] if self.compiled else None
-        temporaries = compiled.activations if compiled else self._activation_bytes()
         weights = [
             (parameter, parameter_bytes(parameter, self.dtype, self.quantize))
             for parameter in parameters(self.share)
@@ -159,7 +158,7 @@ class MemoryModel:
             weights=sum(size for _, size in weights),
             kv_cache=num_pages * self.page_bytes,
             slots=self._slot_bytes() if self.model.stage.is_last else 0,
-            activations=temporaries + self._handed_bytes(),
+            activations=compiled.activations if compiled else self._activation_bytes(),
             logits=compiled.logits if compiled else self._logits_bytes(),
             programs=compiled.programs if compiled else 0,
             # The CPU client takes the buffer over.
@@ -197,7 +196,8 @@ class MemoryModel:
 
     def _activation_bytes(self) -> int:
         """The hidden state, its norm and sum, and what the MLP makes; or the keys and values that a tile of
-        attention reads for all decode rows at once, with its queries and sums.
+        attention reads for all decode rows at once, with its queries and sums. And what the stage before
+        hands over, and what the stage after gets.
         """
         share, size = self.share, itemsize(self.dtype)
         # A token has a row for each of its experts, and each row its input and output beside the ffn.
@@ -210,13 +210,8 @@ class MemoryModel:
         tile = 2 * share.num_key_value_heads * kv_tile_tokens(self.page_size) * share.head_dim
         queries = 4 * max(share.hidden_size, share.num_attention_heads * share.head_dim)
         rows = self._num_decodes + self.max_num_batched_tokens
-        return max(rows * mlp * size, self._num_decodes * (tile * size + queries * 4))
-
-    def _handed_bytes(self) -> int:
-        """The hidden state that the stage before hands over, and the one for the stage after."""
-        stage = self.model.stage
-        rows = self._num_decodes + self.max_num_batched_tokens
-        return (2 - stage.is_first - stage.is_last) * rows * self.model.hidden_size * itemsize(self.dtype)
+        handed = (2 - self.model.stage.is_first - self.model.stage.is_last) * rows * share.hidden_size * size
+        return max(rows * mlp * size, self._num_decodes * (tile * size + queries * 4)) + handed
 
     def _logits_bytes(self) -> int:
         if not self.model.stage.is_last:
