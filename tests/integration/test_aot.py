@@ -28,8 +28,12 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """Llama-3.1-8B on v5e 2x4, in two groups of four chips."""
-    flags = ("--chip=v5e", "--mesh=2x4", "--max_model_len=8192")
-    argv = command("plan", f"--model={LLAMA_8B}", *flags, "--compile", "--json")
+    return compiled(LLAMA_8B, "--chip=v5e", "--mesh=2x4", "--max_model_len=8192")
+
+
+def compiled(model: str, *flags: str) -> dict[str, Any]:
+    """What `plan --compile` says."""
+    argv = command("plan", f"--model={model}", *flags, "--compile", "--json")
     result = subprocess.run(
         argv, capture_output=True, text=True, env=environment(), timeout=TIMEOUT_S, check=False
     )
@@ -78,8 +82,7 @@ def test_each_stage_is_compiled_for_a_slice_of_its_own(tmp_path: Path) -> None:
     config = json.loads(Path(LLAMA_8B).read_text(encoding="utf-8")) | {"num_hidden_layers": 5}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config), encoding="utf-8")
-    argv = (f"--model={path}", "--chip=v5e", "--mesh=2x1x4", "--max_model_len=2048", "--compile", "--json")
-    report = json.loads(run("plan", *argv).stdout)
+    report = compiled(str(path), "--chip=v5e", "--mesh=2x1x4", "--max_model_len=2048")
     steps = {step["name"].split()[0] + step["name"][-1]: step for step in report["compiled"]}
     assert list(steps) == [
         *("decode_step0", "prefill_step0", "decode_step1", "prefill_step1"),
