@@ -49,6 +49,23 @@ class LayerConfig:
 
 
 @dataclass(frozen=True)
+class StageConfig:
+    """Which pipeline stage of a model a config describes; a whole model is first and last in one."""
+
+    index: int = 0
+    num_stages: int = 1
+    first_layer: int = 0  # of the whole model's: the stage's own first one
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder, in Hugging Face's words. Holds no family's name in any decision.
 
@@ -83,6 +100,12 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     tensor_parallel: int = 1  # sizes are padded to so many devices: parallel/layout.py
+    stage: StageConfig = StageConfig()  # `layers` are those of one stage: parallel/stages.py
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether this stage makes hidden states of tokens, or logits with the same weights."""
+        return self.stage.is_first or (self.stage.is_last and self.tie_word_embeddings)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -100,30 +123,40 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices: `data` groups that serve requests of their own, `tensor` devices in each."""
+    """Devices: `data` groups that serve requests of their own, `tensor` devices in each that share a layer,
+    and as many in each of `pipe` stages that have layers of their own.
+    """
 
     data: int = 1
     tensor: int = 1
+    pipe: int = 1
 
     @property
     def num_devices(self) -> int:
-        return self.data * self.tensor
+        return self.pipe * self.data * self.tensor
+
+    @property
+    def stage(self) -> MeshConfig:
+        """The devices of one stage."""
+        return replace(self, pipe=1)
 
     def __str__(self) -> str:
-        return f"{self.data}x{self.tensor}"
+        stages = f"{self.pipe}x" if self.pipe > 1 else ""
+        return f"{stages}{self.data}x{self.tensor}"
 
 
 def parse_mesh(text: str) -> MeshConfig:
-    """DxT, data by tensor parallel.
+    """DxT, data by tensor parallel; or PxDxT, with pipeline stages.
 
     Raises:
       ConfigError: it is something else.
     """
-    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2}", text):
-        raise ConfigError(f"mesh={text}: pipeline stages are not supported: use DxT, such as 2x4")
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
-        raise ConfigError(f"mesh={text} must be DxT, data by tensor parallel, such as 1x1")
-    return MeshConfig(*map(int, text.split("x")))
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", text):
+        raise ConfigError(
+            f"mesh={text} must be DxT, data by tensor parallel, such as 1x1, or PxDxT with pipeline stages"
+        )
+    *pipe, data, tensor = map(int, text.split("x"))
+    return MeshConfig(data, tensor, *pipe)
 
 
 @dataclass(frozen=True)
@@ -148,6 +181,12 @@ class SchedulerConfig:
     scheduling: Literal["fcfs", "priority"] = "fcfs"
     prefill_tile: int = 32  # a chunk's rows are a multiple of it, as the attention kernels want
     num_groups: int = 1
+    num_waves: int = 1  # that sequences are dealt to, which steps serve in turn: one a pipeline stage
+
+    @property
+    def max_step_seqs(self) -> int:
+        """Sequences of a group in a step at most: a wave's part of `max_num_seqs`."""
+        return -(-self.max_num_seqs // self.num_waves)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def define_engine(values: FlagValues) -> None:
     )
     text("tokenizer", "A directory, tokenizer.json or .gguf file; none is the model's own.")
     text("revision", "Branch, tag or commit, where --model is a Hugging Face id.")
-    text("mesh", "DxT: D data-parallel groups of T-way tensor parallelism.")
+    text("mesh", "DxT: D data-parallel groups of T-way tensor parallelism; PxDxT: P pipeline stages of them.")
     choice("dtype", ["auto", "float32", "bfloat16", "float16"], "Of weights and activations.")
     choice("kv_cache_dtype", ["auto", "float32", "bfloat16", "float16"], "Of the KV cache; auto is --dtype.")
     count("max_model_len", "Tokens of prompt and output at most; none is the model's own limit.")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer import cli
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import ModelConfig, parse_mesh
 from jaxinfer.flags import PlanOptions, describe_absent_tpus, plan_options
 from jaxinfer.memory.chips import GIB, Chip, find_chip
 from jaxinfer.memory.ledger import DoesNotFitError, Ledger, kv_bytes_per_token
@@ -27,7 +27,8 @@ Report = dict[str, Any]
 
 ASSUMPTION = (
     "every byte moves at the published bandwidth and every operation runs at the published rate, memory and "
-    "arithmetic overlap fully, all-reduces not at all: real steps are slower"
+    "arithmetic overlap fully, what is sent not at all, and a pipeline stage always has a step to compute: "
+    "real steps are slower"
 )
 _CLASSES = {
     "weights": "weights",
@@ -53,12 +54,13 @@ def _plan(options: PlanOptions) -> int:
     try:
         plan = make_plan(*question, options.mean_len)
         if options.compile:
-            from jaxinfer.memory.aot import compile_steps, compiled_bytes  # flax, which plain plans can spare
+            # Brings flax, which plain plans can spare.
+            from jaxinfer.memory.aot import compile_stages, compiled_bytes
 
             describe_absent_tpus()
-            steps = compile_steps(plan)
-            report["compiled"] = [dataclasses.asdict(step) for step in steps]
-            plan = make_plan(*question, options.mean_len, compiled_bytes(plan, steps))
+            stages = compile_stages(plan)
+            report["compiled"] = [dataclasses.asdict(step) for steps in stages for step in steps]
+            plan = make_plan(*question, options.mean_len, compiled_bytes(plan, stages))
     except DoesNotFitError as error:
         changes = [dataclasses.asdict(change) for change in advice(error, *question)]
         report |= {"fits": False, **_bytes(error.ledger, error.budget_bytes), "changes": changes}
@@ -152,7 +154,8 @@ def _roofline(roofline: Roofline, plan: Plan) -> Report:
     return dataclasses.asdict(roofline) | {
         "step_s": roofline.step_s,
         "bound": roofline.bound,
-        "tokens_per_s_a_chip": roofline.tokens_per_s * plan.num_groups / plan.num_chips,
+        # Of each stage's steps, one is under way.
+        "tokens_per_s_a_chip": roofline.tokens_per_s * plan.num_groups * plan.mesh.pipe / plan.num_chips,
     }
 
 
@@ -161,14 +164,17 @@ def _roofline(roofline: Roofline, plan: Plan) -> Report:
 
 def _text(report: Report) -> Iterator[str]:
     model, chip = report["model"], report["chip"]
-    data, tensor = report["mesh"].split("x")
+    mesh = parse_mesh(report["mesh"])
+    counts = [(mesh.data, "group"), (mesh.tensor, "device")]
+    if mesh.pipe > 1:
+        counts.insert(0, (mesh.pipe, "stage"))
+    sizes = " of ".join(f"{count} {what}{'s' * (count != 1)}" for count, what in counts)
     yield (
         f"{model['path']}: {model['architecture']}, {model['num_parameters']:,} parameters, "
         f"{model['num_hidden_layers']} layers, {model['num_key_value_heads']} KV heads of {model['head_dim']}"
     )
     yield (
-        f"{chip['name']}, mesh {report['mesh']}: {data} group{'s' * (data != '1')} of {tensor} "
-        f"device{'s' * (tensor != '1')}; {report['budget_bytes'] / GIB:.2f} GiB of "
+        f"{chip['name']}, mesh {mesh}: {sizes}; {report['budget_bytes'] / GIB:.2f} GiB of "
         f"{chip['memory_gib'] / chip['num_devices']:g} GiB a device may be used"
     )
     yield from (f"what if: {note}" for note in report["what_if"])

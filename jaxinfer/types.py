@@ -303,11 +303,15 @@ class ScheduledSeq:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step computes. Decodes and prefill chunks are apart; a step may hold both."""
+    """What one step computes. Decodes and prefill chunks are apart; a step may hold both.
+
+    All its sequences are of one `wave`, and those of other waves take no token of it.
+    """
 
     step_id: int
     decodes: tuple[ScheduledSeq, ...]
     prefills: tuple[ScheduledSeq, ...]
+    wave: int = 0
 
     @property
     def num_tokens(self) -> int:

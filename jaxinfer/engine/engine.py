@@ -32,8 +32,8 @@ from jaxinfer.memory.measured import MemoryReport
 from jaxinfer.metrics import EngineStats, Metrics
 from jaxinfer.models.families import load_model_config
 from jaxinfer.models.transformer import Transformer
-from jaxinfer.models.weights import load_model, random_model
-from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.models.weights import load_stages, random_stages
+from jaxinfer.parallel.mesh import make_meshes
 from jaxinfer.text import Tokenizer, load_tokenizer
 from jaxinfer.types import (
     ContextLengthError,
@@ -71,7 +71,7 @@ class Engine:
           ConfigError, CheckpointError: one line that says what is wrong.
         """
         check(config)
-        mesh = make_mesh(parse_mesh(config.mesh), jax.devices())
+        meshes = make_meshes(parse_mesh(config.mesh), jax.devices())
         start_s = time.monotonic()
         self.config = config
         self.metrics = Metrics()
@@ -93,17 +93,19 @@ class Engine:
         dtype = jnp.dtype(resolved.dtype)
         opened_s = time.monotonic()
         with ThreadPoolExecutor(2) as pool:
-            programs = pool.submit(prepare_programs, config, self.model_config, resolved, mesh, self._counter)
+            programs = pool.submit(
+                prepare_programs, config, self.model_config, resolved, meshes, self._counter
+            )
             tokenizer = pool.submit(_load_tokenizer, config, path, reader, cache_dir)
-            model = self._load_weights(reader, dtype, mesh)
+            stages = self._load_weights(reader, dtype, meshes)
             loaded_s = time.monotonic()
             self.tokenizer: Tokenizer = tokenizer.result()
-            self._runner = Runner(model, programs.result(), resolved.cache, resolved.scheduler)
+            self._runner = Runner(stages, programs.result(), resolved.cache, resolved.scheduler, meshes)
         reader.close()
         if device.platform == "cpu":
             keep_freed_memory()
             # Takes a second, for which nobody need wait.
-            threading.Thread(target=use_huge_pages, args=(jax.tree.leaves(model),), daemon=True).start()
+            threading.Thread(target=use_huge_pages, args=(jax.tree.leaves(stages),), daemon=True).start()
         ready_s = time.monotonic()
         self.timeline = (
             ("open", opened_s - start_s),
@@ -115,11 +117,11 @@ class Engine:
         self._requests: dict[str, LiveRequest] = {}
         self._completions: dict[int, LiveCompletion] = {}
         self._next_seq_id = 0
-        self._in_flight: InFlight | None = None
+        self._in_flight: deque[InFlight] = deque()
         self._num_compiled_at_start = self._counter.total.num_compilations
         self._totals = _Totals()
         self._device = device
-        self._measured_bytes = self._runner.memory_bytes()
+        self._measured_bytes = self._runner.memory_bytes(resolved.fullest_stage)
         self.metrics.observe_memory(self._measured_bytes)
         logging.info(
             "ready: %d pages of %d tokens, %d slots, length limit %d; %d programs compiled, %d cached",
@@ -131,10 +133,12 @@ class Engine:
             self._counter.total.num_cache_hits,
         )
 
-    def _load_weights(self, reader: CheckpointReader, dtype: jnp.dtype, mesh: Mesh | None) -> Transformer:
+    def _load_weights(
+        self, reader: CheckpointReader, dtype: jnp.dtype, meshes: tuple[Mesh | None, ...]
+    ) -> tuple[Transformer, ...]:
         if self.config.load_format == "dummy":
-            return random_model(self.model_config, dtype, self.config.seed, mesh)
-        return load_model(reader, self.model_config, dtype, mesh=mesh)
+            return random_stages(self.model_config, dtype, self.config.seed, meshes)
+        return load_stages(reader, self.model_config, dtype, meshes)
 
     def add_request(self, request: Request) -> None:
         """Takes a request, which `step` then works on.
@@ -206,10 +210,12 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """True while `step` has something to do."""
-        return self._scheduler.has_unfinished() or self._in_flight is not None
+        return self._scheduler.has_unfinished() or bool(self._in_flight)
 
     def step(self) -> list[TokenOutput]:
         """Launches the next step, then reads the one before it. Returns what that one brought.
+
+        With pipeline stages the one before is the same wave's, and the steps between the two stay in flight.
 
         Raises:
           CompiledWhileServingError: something was compiled, which `strict_shapes` forbids.
@@ -222,16 +228,17 @@ class Engine:
 
     def _launch_and_read(self) -> list[TokenOutput]:
         start_s, worked_s = time.monotonic(), time.thread_time()
-        previous, self._in_flight = self._in_flight, None
+        waves = [step.plan.wave for step in self._in_flight]
         plan = self._scheduler.schedule()
         if plan is not None:
-            self._in_flight = self._runner.launch(plan)
+            self._in_flight.append(self._runner.launch(plan))
             self._note_scheduled(plan, start_s)
         outputs: list[TokenOutput] = []
-        if previous is not None:
-            result = self._runner.read(previous)
-            self._note_prompt_logprobs(previous.plan, result)
-            for sequence in self._scheduler.commit(previous.plan, result):
+        for _ in range(_num_due(waves, plan)):
+            step = self._in_flight.popleft()
+            result = self._runner.read(step)
+            self._note_prompt_logprobs(step.plan, result)
+            for sequence in self._scheduler.commit(step.plan, result):
                 outputs.append(self._output(sequence, result))
         self.host_times_s.append(time.thread_time() - worked_s)
         return outputs
@@ -322,6 +329,15 @@ class Engine:
             num_decode_tokens=totals.num_decode_tokens,
             num_padding_tokens=self._runner.num_padding_rows,
         )
+
+
+def _num_due(waves: list[int], plan: StepPlan | None) -> int:
+    """How many of the steps in flight, oldest first and known by their waves, are read now that one more was
+    launched: those up to the same wave's, or the oldest where nothing was left to launch.
+    """
+    if plan is None:
+        return min(1, len(waves))
+    return max((n for n, wave in enumerate(waves, 1) if wave == plan.wave), default=0)
 
 
 class _Totals:

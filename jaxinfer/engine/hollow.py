@@ -20,7 +20,7 @@ def hollow_programs(programs: Programs) -> Programs:
     """The programs of a step, hollowed out. For one device."""
     return replace(
         programs,
-        forward={bucket: _hollow(program) for bucket, program in programs.forward.items()},
+        forward={bucket: tuple(map(_hollow, stages)) for bucket, stages in programs.forward.items()},
         sample={size: _hollow(program) for size, program in programs.sample.items()},
     )
 

@@ -6,13 +6,16 @@ pass is compiled for each bucket of rows and sampling only for each number of sa
 A step's function computes one data-parallel group. On a mesh each group runs it on its own part of the
 arrays, whose leading dimensions hold the groups' parts one after another.
 
+With pipeline stages each has a forward step of its own, which hands its hidden state to the next one's; the
+last has all else. Their programs' names end in the stage.
+
 Dims: S decode rows, C prefill rows, T = S + C, M sampled rows, D hidden.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -52,43 +55,67 @@ class Programs:
     no more of the model than the head.
 
     Attributes:
-      forward: by bucket, `decode_step` or `prefill_step`; its first argument is all of the model's leaves.
+      forward: by bucket, each stage's `decode_step` or `prefill_step`; its first argument is all of the
+        stage's leaves.
       sample: by M, `sample_step`; its first argument is the head's weight.
       prompt_logprobs: by C, `prompt_logprobs_step`; likewise.
       set_counts: `set_counts_step`, which has nothing of the model.
-      create_state: `create_state`, which has no arguments at all.
+      create_state: each stage's `create_state`, which has no arguments at all.
     """
 
-    forward: Mapping[Bucket, Program]
+    forward: Mapping[Bucket, tuple[Program, ...]]
     sample: Mapping[int, Program]
     prompt_logprobs: Mapping[int, Program]
     set_counts: Program
-    create_state: Program
+    create_state: tuple[Program, ...]
 
     @classmethod
-    def of(cls, batcher: StepBatcher, by_name: Mapping[str, Program]) -> Programs:
+    def of(cls, batcher: StepBatcher, by_name: Mapping[str, Program], num_stages: int) -> Programs:
         """The batcher's shapes, each with the program of its name."""
+
+        def each(name: str) -> tuple[Program, ...]:
+            return tuple(by_name[stage_name(name, index, num_stages)] for index in range(num_stages))
+
+        def last(name: str) -> Program:
+            return by_name[stage_name(name, num_stages - 1, num_stages)]
+
         return cls(
-            forward={bucket: by_name[forward_name(bucket)] for bucket in batcher.buckets},
-            sample={size: by_name[sample_name(size)] for size in batcher.sample_sizes},
-            prompt_logprobs={rows: by_name[logprobs_name(rows)] for rows in batcher.prefill_sizes},
-            set_counts=by_name[SET_COUNTS],
-            create_state=by_name[CREATE_STATE],
+            forward={bucket: each(forward_name(bucket)) for bucket in batcher.buckets},
+            sample={size: last(sample_name(size)) for size in batcher.sample_sizes},
+            prompt_logprobs={rows: last(logprobs_name(rows)) for rows in batcher.prefill_sizes},
+            set_counts=last(SET_COUNTS),
+            create_state=each(CREATE_STATE),
         )
 
     def by_name(self) -> dict[str, Program]:
         """As `of` takes them."""
-        return {
-            **{forward_name(bucket): program for bucket, program in self.forward.items()},
+        num_stages = len(self.create_state)
+        of_each = {forward_name(bucket): programs for bucket, programs in self.forward.items()}
+        of_last = {
             **{sample_name(size): program for size, program in self.sample.items()},
             **{logprobs_name(rows): program for rows, program in self.prompt_logprobs.items()},
             SET_COUNTS: self.set_counts,
-            CREATE_STATE: self.create_state,
         }
+        return {
+            stage_name(name, index, num_stages): program
+            for name, programs in (of_each | {CREATE_STATE: self.create_state}).items()
+            for index, program in enumerate(programs)
+        } | {stage_name(name, num_stages - 1, num_stages): program for name, program in of_last.items()}
 
 
 SET_COUNTS = "set_counts_step"
 CREATE_STATE = "create_state"
+_STAGE = " stage "
+
+
+def stage_name(name: str, index: int, num_stages: int) -> str:
+    """What the program of a stage is called."""
+    return name if num_stages == 1 else f"{name}{_STAGE}{index}"
+
+
+def stage_index(name: str) -> int:
+    """Which stage's program is called so."""
+    return int(name.rpartition(_STAGE)[2]) if _STAGE in name else 0
 
 
 def forward_name(bucket: Bucket) -> str:
@@ -108,39 +135,52 @@ def logprobs_name(rows: int) -> str:
     return f"prompt_logprobs_step {rows}"
 
 
-def first_needed(batcher: StepBatcher) -> tuple[str, ...]:
+def first_needed(batcher: StepBatcher, num_stages: int) -> list[str]:
     """The programs that a short prompt by itself needs: of each kind the smallest."""
     prefill = next(bucket for bucket in batcher.buckets if bucket.num_prefill_rows)
-    steps = (forward_name(prefill), forward_name(batcher.buckets[0]), sample_name(batcher.sample_sizes[0]))
-    return (CREATE_STATE, *steps)
+    of_each = (CREATE_STATE, forward_name(prefill), forward_name(batcher.buckets[0]))
+    names = [stage_name(name, index, num_stages) for name in of_each for index in range(num_stages)]
+    return [*names, stage_name(sample_name(batcher.sample_sizes[0]), num_stages - 1, num_stages)]
 
 
 def decode_step(
     model: Transformer,
     kv_pages: tuple[KVPages, ...],
-    last_tokens: jax.Array,
+    carried: jax.Array,
     batch: StepBatch,
     *,
     attend: AttentionFn,
 ) -> tuple[tuple[KVPages, ...], jax.Array]:
-    """One token of each decode row: the pages, and the hidden state of the sampled rows [M, D]."""
-    token_ids = last_tokens[batch.decode_slots]
-    hidden, kv_pages = model(token_ids, batch.positions, kv_pages, batch.attention, attend)
-    return kv_pages, hidden[batch.sample_rows]
+    """One token of each decode row: the pages, and the hidden state of the sampled rows [M, D].
+
+    The first stage carries on from the slots' last tokens, the next ones from hidden states [D, S]; only
+    the last gives the sampled rows.
+    """
+    stage = model.config.stage
+    inputs = carried[batch.decode_slots] if stage.is_first else carried
+    hidden, kv_pages = model(inputs, batch.positions, kv_pages, batch.attention, attend)
+    return kv_pages, hidden[batch.sample_rows] if stage.is_last else hidden
 
 
 def prefill_step(
     model: Transformer,
     kv_pages: tuple[KVPages, ...],
-    last_tokens: jax.Array,
+    carried: jax.Array,
     batch: StepBatch,
     *,
     attend: AttentionFn,
-) -> tuple[tuple[KVPages, ...], jax.Array, jax.Array]:
-    """Chunks of prompts, and the decodes that ride along. Gives the prefill rows' hidden state [C, D] too."""
+) -> tuple[tuple[KVPages, ...], jax.Array] | tuple[tuple[KVPages, ...], jax.Array, jax.Array]:
+    """Chunks of prompts, and the decodes that ride along: as `decode_step`, with hidden states [D, T] between
+    stages. The last gives the prefill rows' hidden state [C, D] too.
+    """
+    stage = model.config.stage
     num_decodes = batch.decode_slots.shape[0]
-    token_ids = batch.token_ids.at[:num_decodes].set(last_tokens[batch.decode_slots])
-    hidden, kv_pages = model(token_ids, batch.positions, kv_pages, batch.attention, attend)
+    inputs = carried
+    if stage.is_first:
+        inputs = batch.token_ids.at[:num_decodes].set(carried[batch.decode_slots])
+    hidden, kv_pages = model(inputs, batch.positions, kv_pages, batch.attention, attend)
+    if not stage.is_last:
+        return kv_pages, hidden
     return kv_pages, hidden[batch.sample_rows], hidden[num_decodes:]
 
 
@@ -191,32 +231,34 @@ def set_counts_step(
 
 
 def compile_programs(
-    model: Transformer,
+    stages: Sequence[Transformer],
     cache: CacheConfig,
     scheduler: SchedulerConfig,
-    mesh: Mesh | None = None,
+    meshes: Sequence[Mesh | None] = (None,),
     counter: CompilationCounter | None = None,
 ) -> Programs:
     """Compiles all, as many at once as there are cores, and logs what each took.
 
-    `model` may be abstract: only its shapes and shardings are read.
+    The model's `stages`, one a mesh, may be abstract: only their shapes and shardings are read.
     """
     batcher = StepBatcher(scheduler, cache)
     table = CompileTable(counter or CompilationCounter())
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    device = jax.devices()[0] if meshes[0] is None else meshes[0].devices.flat[0]
 
     def compile_one(name: str, lower: Callable[[], Lowered]) -> Program:
         tuned = device.platform == "cpu" and name.startswith("prefill_step")
         return lower().compile(_CPU_PREFILL_OPTIONS if tuned else None)
 
-    lowerings = step_lowerings(model, batcher, cache, scheduler, mesh)
+    lowerings: dict[str, Callable[[], Lowered]] = {}
+    for stage, mesh in zip(stages, meshes, strict=True):
+        lowerings |= step_lowerings(stage, batcher, cache, scheduler, mesh)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as pool:
         futures = {
             name: pool.submit(table.make, name, compile_one, name, job) for name, job in lowerings.items()
         }
         programs = {name: future.result() for name, future in futures.items()}
     table.log(programs)
-    return Programs.of(batcher, programs)
+    return Programs.of(batcher, programs, len(stages))
 
 
 def step_lowerings(
@@ -226,29 +268,30 @@ def step_lowerings(
     scheduler: SchedulerConfig,
     mesh: Mesh | None = None,
 ) -> dict[str, Callable[[], Lowered]]:
-    """By name, what lowers each program that serving can need.
+    """By name, what lowers each program that serving can need of a stage.
 
     Args:
-      model: may be abstract: only its shapes and shardings are read.
+      model: the stage; may be abstract: only its shapes and shardings are read.
       batcher: of the same cache and limits.
       cache: its size.
       scheduler: limits.
-      mesh: whose devices need not be there; None is one device that is.
+      mesh: the stage's, whose devices need not be there; None is one device that is.
     """
-    config = model.config
+    config, stage = model.config, model.config.stage
     rows_lie = None if mesh is None else row_sharding(mesh)
     pages_lie = None if mesh is None else page_sharding(mesh)
     leaves, treedef = jax.tree.flatten(model)
     params = [_abstract(leaf, None if mesh is None else leaf.sharding) for leaf in leaves]
-    head = jax.tree.unflatten(treedef, params).head_weight
     kv_pages = _abstract(jax.eval_shape(lambda: create_kv_pages(config, cache, mesh)), pages_lie)
     slots = _abstract(jax.eval_shape(lambda: create_slots(config, scheduler.max_num_seqs, mesh)), rows_lie)
     attend = make_attention(mesh, cache.backend)
-    hidden_dtype = leaves[0].dtype
 
     def rows(*shape: int, dtype: DTypeLike = np.int32) -> jax.ShapeDtypeStruct:
         whole = (shape[0] * num_groups(mesh), *shape[1:])
         return jax.ShapeDtypeStruct(whole, dtype, sharding=rows_lie)
+
+    def head() -> Any:
+        return jax.tree.unflatten(treedef, params).head_weight
 
     def with_model(step: Callable[..., Any]) -> Callable[..., Any]:
         def run(params: list[jax.Array], *args: Any) -> Any:
@@ -266,20 +309,19 @@ def step_lowerings(
 
     def lower_forward(bucket: Bucket) -> Lowered:
         batch = _abstract(batcher.build(StepPlan(0, (), ()), bucket).batch, rows_lie)
-        args = (params, kv_pages, slots.last_tokens, batch)
-        if bucket.num_prefill_rows:
-            step, out = prefill_step, (pages_lie, rows_lie, rows_lie)
-        else:
-            step, out = decode_step, (pages_lie, rows_lie)
-        return _lower(with_model(step), mesh, args, out=out, donate=1)
+        handed = rows(config.hidden_size, bucket.num_rows, dtype=model.dtype)
+        args = (params, kv_pages, slots.last_tokens if stage.is_first else handed, batch)
+        step = prefill_step if bucket.num_prefill_rows else decode_step
+        num_results = 2 if bucket.num_prefill_rows and stage.is_last else 1
+        return _lower(with_model(step), mesh, args, out=(pages_lie, *(rows_lie,) * num_results), donate=1)
 
     def lower_sample(size: int) -> Lowered:
         sampling = _abstract(batcher.neutral_sampling(size), rows_lie)
-        args = (head, slots, rows(size, config.hidden_size, dtype=hidden_dtype), rows(size), sampling)
+        args = (head(), slots, rows(size, config.hidden_size, dtype=model.dtype), rows(size), sampling)
         return _lower(with_config(sample_step), mesh, args, out=rows_lie, donate=1)
 
     def lower_prompt_logprobs(size: int) -> Lowered:
-        args = (head, rows(size, config.hidden_size, dtype=hidden_dtype), rows(size))
+        args = (head(), rows(size, config.hidden_size, dtype=model.dtype), rows(size))
         return _lower(with_config(prompt_logprobs_step), mesh, args, out=rows_lie)
 
     def lower_set_counts() -> Lowered:
@@ -287,19 +329,24 @@ def step_lowerings(
         return _lower(set_counts_step, mesh, args, num_shared=0, out=rows_lie, donate=0)
 
     def lower_create_state() -> Lowered:
-        def create_state() -> tuple[tuple[KVPages, ...], SlotState]:
-            """The cache and the slots: zeros."""
-            return create_kv_pages(config, cache, mesh), create_slots(config, scheduler.max_num_seqs, mesh)
+        def create_state() -> tuple[tuple[KVPages, ...], SlotState | None]:
+            """The stage's cache, and the last one's slots: zeros."""
+            slots = create_slots(config, scheduler.max_num_seqs, mesh) if stage.is_last else None
+            return create_kv_pages(config, cache, mesh), slots
 
         return jax.jit(create_state, out_shardings=None if mesh is None else (pages_lie, rows_lie)).lower()
 
-    return {
-        **{forward_name(bucket): partial(lower_forward, bucket) for bucket in batcher.buckets},
-        **{sample_name(size): partial(lower_sample, size) for size in batcher.sample_sizes},
-        **{logprobs_name(rows): partial(lower_prompt_logprobs, rows) for rows in batcher.prefill_sizes},
-        SET_COUNTS: lower_set_counts,
-        CREATE_STATE: lower_create_state,
+    lowerings: dict[str, Callable[[], Lowered]] = {
+        forward_name(bucket): partial(lower_forward, bucket) for bucket in batcher.buckets
     }
+    if stage.is_last:
+        lowerings |= {
+            **{sample_name(size): partial(lower_sample, size) for size in batcher.sample_sizes},
+            **{logprobs_name(rows): partial(lower_prompt_logprobs, rows) for rows in batcher.prefill_sizes},
+            SET_COUNTS: lower_set_counts,
+        }
+    lowerings[CREATE_STATE] = lower_create_state
+    return {stage_name(name, stage.index, stage.num_stages): lower for name, lower in lowerings.items()}
 
 
 def _abstract(tree: Any, sharding: NamedSharding | None) -> Any:

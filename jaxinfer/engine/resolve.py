@@ -43,8 +43,8 @@ class Device(Protocol):
 class ResolvedConfig:
     """Everything that the engine's parts need, with nothing left to derive.
 
-    `memory` says what a device's bytes are for. Of them `budget_bytes` may be used in all, and
-    `available_bytes` by the KV cache.
+    `memory` says what a device's bytes are for. Of them `budget_bytes` may be used, which leaves room for
+    `available_pages` of the KV cache; of those the engine takes what its slots can use.
     """
 
     dtype: str
@@ -52,11 +52,16 @@ class ResolvedConfig:
     cache: CacheConfig
     memory: MemoryModel
     budget_bytes: int
-    available_bytes: int
+    available_pages: int
 
     @property
     def ledger(self) -> Ledger:
+        """Of a device of the fullest stage."""
         return self.memory.ledger(self.cache.num_pages)
+
+    @property
+    def fullest_stage(self) -> int:
+        return self.memory.fullest_stage(self.cache.num_pages)
 
 
 def check(config: EngineConfig) -> None:
@@ -91,7 +96,7 @@ def resolve(
     model: ModelConfig,
     device: Device,
     quantize: str = "none",
-    compiled: CompiledBytes | None = None,
+    compiled: tuple[CompiledBytes, ...] = (),
 ) -> ResolvedConfig:
     """Sizes and dtypes for this model on this device.
 
@@ -100,7 +105,7 @@ def resolve(
       model: the model.
       device: one of the mesh's, or the stand-in of one that `jaxinfer.plan` asks about.
       quantize: how the projections are stored; the engine itself knows only "none".
-      compiled: what the compiler says of the programs; None is estimates.
+      compiled: what the compiler says of each stage's programs; none is estimates.
 
     Raises:
       DoesNotFitError: the model or a request at the length limit does not fit.
@@ -128,6 +133,7 @@ def resolve(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=_prefill_rows(config, model.max_position_embeddings, tile),
         tensor=mesh.tensor,
+        pipe=mesh.pipe,
         quantize=quantize,
         on_host=device.platform == "cpu",
         compiled=compiled,
@@ -135,9 +141,9 @@ def resolve(
     )
     total_bytes = _total_bytes(device, mesh)
     budget_bytes = int(total_bytes * config.memory_utilization)
-    available_bytes = _available_for_pages(config, memory, total_bytes, budget_bytes)
-    max_model_len = config.max_model_len or _longest_that_fits(config, memory, available_bytes)
-    num_pages = _num_pages(config, memory, max_model_len, available_bytes, budget_bytes)
+    available_pages = _available_pages(config, memory, total_bytes, budget_bytes)
+    max_model_len = config.max_model_len or _longest_that_fits(config, memory, available_pages)
+    num_pages = _num_pages(config, memory, max_model_len, available_pages, budget_bytes)
     planned = memory.ledger(num_pages)
     if planned.device_bytes > total_bytes:  # pages that were asked for by number or size
         raise DoesNotFitError(
@@ -156,9 +162,10 @@ def resolve(
         scheduling=config.scheduling,
         prefill_tile=tile,
         num_groups=mesh.data,
+        num_waves=mesh.pipe,
     )
     cache = CacheConfig(config.page_size, num_pages, kv_dtype, backend)
-    return ResolvedConfig(dtype, scheduler, cache, memory, budget_bytes, available_bytes)
+    return ResolvedConfig(dtype, scheduler, cache, memory, budget_bytes, available_pages)
 
 
 def _dtypes(config: EngineConfig, device: Device) -> tuple[str, str]:
@@ -217,19 +224,16 @@ def _total_bytes(device: Device, mesh: MeshConfig) -> int:
     return device.memory_stats()["bytes_limit"]  # type: ignore[index]
 
 
-def _available_for_pages(
-    config: EngineConfig, memory: MemoryModel, total_bytes: int, budget_bytes: int
-) -> int:
-    """Bytes of a device for the KV cache: as asked, else what is left beside everything else.
+def _available_pages(config: EngineConfig, memory: MemoryModel, total_bytes: int, budget_bytes: int) -> int:
+    """Pages that a device has room for: in the bytes asked for, else in what is left beside everything else.
 
     Raises:
       DoesNotFitError: nothing is left.
     """
     if config.kv_cache_bytes is not None:
-        return config.kv_cache_bytes
+        return config.kv_cache_bytes // memory.page_bytes
     rest = memory.ledger(0)
-    left_bytes = budget_bytes - rest.device_bytes
-    if left_bytes <= 0 and config.num_pages is None:
+    if budget_bytes <= rest.device_bytes and config.num_pages is None:
         raise DoesNotFitError(
             f"the model does not fit: {rest.weights / GIB:.2f} GiB of weights and "
             f"{(rest.device_bytes - rest.weights) / GIB:.2f} GiB of all but the KV cache are "
@@ -238,13 +242,13 @@ def _available_for_pages(
             rest,
             budget_bytes,
         )
-    return min(CPU_KV_CACHE_BYTES, left_bytes) if memory.on_host else left_bytes
+    return memory.pages_within(budget_bytes, CPU_KV_CACHE_BYTES if memory.on_host else budget_bytes)
 
 
-def _longest_that_fits(config: EngineConfig, memory: MemoryModel, available_bytes: int) -> int:
+def _longest_that_fits(config: EngineConfig, memory: MemoryModel, available_pages: int) -> int:
     """The length limit where nobody asked for one: the model's own may be far more than the cache holds."""
     longest = memory.model.max_position_embeddings
-    num_pages = config.num_pages or available_bytes // memory.page_bytes
+    num_pages = config.num_pages or available_pages
     fitting = max(num_pages - 1, 1) * config.page_size
     if fitting >= longest:
         return longest
@@ -253,7 +257,7 @@ def _longest_that_fits(config: EngineConfig, memory: MemoryModel, available_byte
 
 
 def _num_pages(
-    config: EngineConfig, memory: MemoryModel, max_model_len: int, available_bytes: int, budget_bytes: int
+    config: EngineConfig, memory: MemoryModel, max_model_len: int, available_pages: int, budget_bytes: int
 ) -> int:
     """Pages to allocate, the null page included: as asked, else what all slots can use or the budget holds.
 
@@ -263,7 +267,7 @@ def _num_pages(
     pages_a_seq = pages_for(max_model_len, config.page_size)
     num_pages = config.num_pages
     if num_pages is None:
-        num_pages = min(config.max_num_seqs * pages_a_seq + 1, available_bytes // memory.page_bytes)
+        num_pages = min(config.max_num_seqs * pages_a_seq + 1, available_pages)
     if num_pages - 1 < pages_a_seq:
         fitting = max(0, num_pages - 1)
         lower = f"lower max_model_len to {fitting * config.page_size}, or " if fitting else ""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxinfer.config import CacheConfig, SchedulerConfig
+from jaxinfer.engine.kv_cache import SlotState
 from jaxinfer.engine.programs import LogprobArrays, Programs
-from jaxinfer.engine.step_batch import BuiltStep, StepBatcher
+from jaxinfer.engine.step_batch import Bucket, BuiltStep, StepBatch, StepBatcher
 from jaxinfer.memory.measured import code_bytes, device_bytes, temporary_bytes
 from jaxinfer.models.transformer import Transformer
 from jaxinfer.ops.sampling import Sampled
+from jaxinfer.parallel.mesh import row_sharding
 from jaxinfer.types import SampledToken, ScheduledSeq, StepPlan, StepResult, TokenLogprobs
 
 
@@ -32,30 +36,39 @@ class Runner:
 
     def __init__(
         self,
-        model: Transformer,
+        stages: Sequence[Transformer],
         programs: Programs,
         cache: CacheConfig,
         scheduler: SchedulerConfig,
+        meshes: Sequence[Mesh | None],
     ) -> None:
-        self._params, self._head = jax.tree.leaves(model), model.head_weight
+        """`stages` are the model's, each on its own of `meshes`."""
+        self._params, self._head = [jax.tree.leaves(stage) for stage in stages], stages[-1].head_weight
         self.programs = programs
         self._batcher = StepBatcher(scheduler, cache)
         self._config = scheduler
-        self.kv_pages, self.slots = programs.create_state()
+        states = [create_state() for create_state in programs.create_state]
+        self.kv_pages = [kv_pages for kv_pages, _ in states]  # of each stage
+        self.slots: SlotState = states[-1][1]
+        # Where what one stage hands to the next lies; nothing moves where there is one.
+        self._places = [None if mesh is None or len(meshes) == 1 else row_sharding(mesh) for mesh in meshes]
+        # With stages: a wave's as of its latest step that sampled, on the first stage, which then waits for
+        # no other wave's steps, and between chunks of a prompt for none.
+        self._last_tokens: dict[int, jax.Array] = {}
         self.num_padding_rows = 0  # rows computed for nothing, so far
 
-    def memory_bytes(self) -> dict[str, int]:
-        """What is allocated, measured: bytes of one device by the ledger's classes."""
-        programs = self.programs
-        forward = programs.forward.values()
+    def memory_bytes(self, stage: int) -> dict[str, int]:
+        """What is allocated, measured: bytes of one of a stage's devices by the ledger's classes."""
+        programs, is_last = self.programs, stage == len(self._params) - 1
+        forward = [stages[stage] for stages in programs.forward.values()]
         sampling = (*programs.sample.values(), *programs.prompt_logprobs.values(), programs.set_counts)
         return {
-            "weights": device_bytes(self._params),
-            "kv_cache": device_bytes(self.kv_pages),
-            "slots": device_bytes(self.slots),
+            "weights": device_bytes(self._params[stage]),
+            "kv_cache": device_bytes(self.kv_pages[stage]),
+            "slots": device_bytes(self.slots) if is_last else 0,
             "activations": temporary_bytes(forward),
-            "logits": temporary_bytes(sampling),
-            "programs": code_bytes((*forward, *sampling)),
+            "logits": temporary_bytes(sampling) if is_last else 0,
+            "programs": code_bytes((*forward, *sampling) if is_last else forward),
         }
 
     def launch(self, plan: StepPlan) -> InFlight:
@@ -67,17 +80,32 @@ class Runner:
         bucket = self._batcher.bucket(plan)
         built = self._batcher.build(plan, bucket)
         self.num_padding_rows += bucket.num_rows * self._config.num_groups - plan.num_tokens
-        self.kv_pages, hidden, *prefill_hidden = programs.forward[bucket](
-            self._params, self.kv_pages, self.slots.last_tokens, built.batch
-        )
+        hidden, *prefill_hidden = self._forward(bucket, built.batch, plan.wave)
         self.slots, sampled = programs.sample[self._batcher.num_samples(bucket)](
             self._head, self.slots, hidden, built.sample_slots, built.sampling
         )
+        if len(self._params) > 1 and built.sampled:
+            self._last_tokens[plan.wave] = self._moved(self.slots.last_tokens, 0)
         prompt_logprobs = None
         if built.target_ids is not None:
             program = programs.prompt_logprobs[bucket.num_prefill_rows]
             prompt_logprobs = program(self._head, prefill_hidden[0], built.target_ids)
         return InFlight(plan, built, sampled, prompt_logprobs)
+
+    def _forward(self, bucket: Bucket, batch: StepBatch, wave: int) -> list[jax.Array]:
+        """Runs the stages in turn, each on what the one before it hands over. What the last one gives."""
+        results = [self._last_tokens.get(wave, self.slots.last_tokens)]
+        for stage, program in enumerate(self.programs.forward[bucket]):
+            carried = self._moved(results[0], stage)
+            self.kv_pages[stage], *results = program(
+                self._params[stage], self.kv_pages[stage], carried, batch
+            )
+        return results
+
+    def _moved(self, array: jax.Array, stage: int) -> jax.Array:
+        """Sent to a stage's devices, without waiting for it."""
+        place = self._places[stage]
+        return array if place is None else jax.device_put(array, place)
 
     def read(self, step: InFlight) -> StepResult:
         """Waits for a step and brings what it sampled to the host."""

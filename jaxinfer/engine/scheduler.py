@@ -16,9 +16,11 @@ is made of how many steps are in flight, save that the device runs them in order
   admitted again before: that admission computes the token too.
 
 **Groups.** Each data-parallel group has its own pages, slots and budget, and a sequence stays in its
-group while it runs. There is one queue: the first waiting sequence goes where it costs least, which is
-where most of its prefix is cached unless many run there already, and where there is room. What is said
-below holds in each group; a sequence that was preempted may go to another.
+group while it runs. There is one queue: the first waiting sequence goes where it costs least (`_place`).
+What is said below holds in each group; a sequence that was preempted may go to another.
+
+**Waves.** Sequences are dealt evenly to waves at admission, and steps serve the waves in turn, so that a
+step need not wait for the one before it: with pipeline stages, each computes another wave's.
 
 **Pages.** A sequence gets the pages of all its tokens when it is admitted, so that only a decode
 ever needs another one. When none is left, the last running sequence in the order is preempted:
@@ -30,7 +32,7 @@ that don't) and, under the priority policy, so long as more urgent ones don't ar
 
 1. The first running sequence of a group is never preempted. The victim is always the last, and
    when that is the first itself, it owns every page in use, so `allocate` can't have failed.
-2. It is part of every step, unless all that is left of it is in flight: decodes come first, and
+2. It is part of every step of its wave, unless all that is left of it is in flight: decodes come first, and
    the budget goes to the chunks of earlier sequences before those of later ones. Each step
    computes one more of its tokens at least, up to `max_total_tokens`, so it ends.
 3. Where nothing runs in a group, nothing owns a page of it, and the first waiting sequence is admitted
@@ -45,6 +47,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -81,6 +84,7 @@ class _Entry:
     order: tuple[int, float, int]  # priority, arrival, seq_id
     # Of the latest admission:
     group: _Group | None = None
+    wave: int = 0
     prefill_end: int = 0  # tokens that its prefill computes
     first_step_id: int = 0
     num_registered_pages: int = 0  # full pages that the prefix cache has been offered
@@ -124,6 +128,7 @@ class Scheduler:
         self._entries: dict[int, _Entry] = {}  # by seq_id, the unfinished
         self._requests: dict[str, list[Sequence]] = {}  # by request_id, the unfinished
         self._next_step_id = 0
+        self._waves = itertools.cycle(range(config.num_waves))
 
     def _make_group(self, index: int, cache: CacheConfig) -> _Group:
         prefix_cache = PrefixCache(cache.page_size) if self._config.enable_prefix_caching else None
@@ -159,8 +164,7 @@ class Scheduler:
     @property
     def max_tokens_that_fit(self) -> int:
         """The most tokens, prompt and output, that a sequence alone can have."""
-        num_pages = self._groups[0].pool.num_pages - 1
-        return num_pages * self._page_size + 1  # the last one is never computed
+        return (self._groups[0].pool.num_pages - 1) * self._page_size + 1  # the last is never computed
 
     def has_unfinished(self) -> bool:
         """True while a sequence waits or runs."""
@@ -222,19 +226,24 @@ class Scheduler:
         Returns None where there is nothing to compute before a step in flight is committed. With
         no step in flight it is None only if `has_unfinished()` is False.
         """
-        decodes: list[ScheduledSeq] = []
+        for wave in itertools.islice(self._waves, self._config.num_waves):
+            if plan := self._schedule(wave):
+                return plan
+        return None
+
+    def _schedule(self, wave: int) -> StepPlan | None:
+        decodes = [item for group in self._groups for item in self._decode(group, wave)]
         prefills: list[ScheduledSeq] = []
         budgets: list[int] = []  # rows of prefill that are left to each group
         for group in self._groups:
-            decodes += self._decode(group)
-            chunks, num_rows = self._continue_prefills(group, self._config.max_num_batched_tokens)
+            chunks, num_rows = self._continue_prefills(group, wave, self._config.max_num_batched_tokens)
             prefills += chunks
             budgets.append(num_rows)
-        prefills += self._admit(budgets)
+        prefills += self._admit(wave, budgets)
         if not decodes and not prefills:
             return None
         self._next_step_id += 1
-        return StepPlan(self._next_step_id - 1, tuple(decodes), tuple(prefills))
+        return StepPlan(self._next_step_id - 1, tuple(decodes), tuple(prefills), wave)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
         """Takes in what a step computed. Steps are committed in the order in which they were scheduled.
@@ -283,14 +292,14 @@ class Scheduler:
             (all(e.page_ids == tuple(e.sequence.page_ids) for e in group.running), "page tuples"),
         )
 
-    def _decode(self, group: _Group) -> list[ScheduledSeq]:
+    def _decode(self, group: _Group, wave: int) -> list[ScheduledSeq]:
         """The next token of each sequence whose prompt is computed, preempting where pages run out."""
         items: list[ScheduledSeq] = []
         # Those preempted are the last of the list, so never one that was passed.
         for entry in group.running:
             sequence = entry.sequence
             num_tokens = len(sequence.token_ids) + sequence.num_inflight_samples
-            if entry.in_prefill or num_tokens >= sequence.max_total_tokens:
+            if entry.wave != wave or entry.in_prefill or num_tokens >= sequence.max_total_tokens:
                 continue
             if not self._grow(group, entry, pages_for(num_tokens, self._page_size)):
                 break  # preempted itself, the last
@@ -319,18 +328,18 @@ class Scheduler:
         entry.sequence.num_preemptions += 1
         self._wait(entry)
 
-    def _continue_prefills(self, group: _Group, num_rows: int) -> tuple[list[ScheduledSeq], int]:
+    def _continue_prefills(self, group: _Group, wave: int, num_rows: int) -> tuple[list[ScheduledSeq], int]:
         """Further chunks of prompts under way, and what is left of the budget `num_rows`."""
         items: list[ScheduledSeq] = []
         for entry in group.running:
             if num_rows < self._tile:
                 break
-            if entry.in_prefill:
+            if entry.wave == wave and entry.in_prefill:
                 items.append(self._chunk(entry, num_rows))
                 num_rows -= self._rows(items[-1].num_tokens)
         return items, num_rows
 
-    def _admit(self, budgets: list[int]) -> list[ScheduledSeq]:
+    def _admit(self, wave: int, budgets: list[int]) -> list[ScheduledSeq]:
         """First chunks of waiting sequences, in order: none overtakes one that can't be admitted yet."""
         items: list[ScheduledSeq] = []
         while self._waiting:
@@ -338,11 +347,12 @@ class Scheduler:
             if entry.sequence.status is SequenceStatus.FINISHED:
                 heapq.heappop(self._waiting)
                 continue
-            group = None if entry.sequence.num_inflight_samples else self._place(entry, budgets)
+            group = None if entry.sequence.num_inflight_samples else self._place(entry, wave, budgets)
             if group is None:
                 break
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
+            entry.wave = wave
             entry.sequence.slot = heapq.heappop(group.free_slots)
             entry.sequence.status = SequenceStatus.RUNNING
             bisect.insort(group.running, entry)
@@ -350,7 +360,7 @@ class Scheduler:
             budgets[group.index] -= self._rows(items[-1].num_tokens)
         return items
 
-    def _place(self, entry: _Entry, budgets: list[int]) -> _Group | None:
+    def _place(self, entry: _Entry, wave: int, budgets: list[int]) -> _Group | None:
         """Gives a waiting sequence pages in the group where it costs least; None where it can't start yet.
 
         The cost is the pages that it has to compute and the sequences that it would run with: a long
@@ -359,13 +369,19 @@ class Scheduler:
         num_pages = pages_for(len(entry.sequence.token_ids), self._page_size)
         costs: list[tuple[int, int, list[int]]] = []
         for group in self._groups:
-            if group.free_slots and budgets[group.index] >= self._tile:
+            if group.free_slots and budgets[group.index] >= self._tile and self._may_grow(group, wave):
                 cached = self._cached_pages(group, entry.sequence)
                 costs.append((num_pages - len(cached) + len(group.running), group.index, cached))
         for _, index, cached in sorted(costs):
             if self._take_pages(self._groups[index], entry, cached, budgets[index]):
                 return self._groups[index]
         return None
+
+    def _may_grow(self, group: _Group, wave: int) -> bool:
+        """Whether a wave has less than its part of the sequences that run and wait."""
+        num_waiting = -(-self._num_waiting // len(self._groups))
+        num_seqs = min(len(group.running) + num_waiting, self._config.max_num_seqs)
+        return sum(entry.wave == wave for entry in group.running) < -(-num_seqs // self._config.num_waves)
 
     def _cached_pages(self, group: _Group, sequence: Sequence) -> list[int]:
         # Log-probabilities of the prompt need the logits of all of it, so nothing is matched there.

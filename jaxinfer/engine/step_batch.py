@@ -90,23 +90,23 @@ class BuiltStep:
 def make_buckets(config: SchedulerConfig) -> tuple[Bucket, ...]:
     """Every shape that a step can have under this configuration; a closed set.
 
-    A start reads or compiles each, so they are few: 1, 4, 8, 16 ... max_num_seqs rows of decodes
+    A start reads or compiles each, so they are few: 1, 4, 8, 16 ... max_step_seqs rows of decodes
     alone; 2, 4, 8 ... tiles of prefill alone; and, with room for all decodes, 4, 16 ... tiles of
     prefill. The largest of each is what the configuration allows.
     """
     tile = config.prefill_tile
     most = config.max_num_batched_tokens // tile * tile
-    decodes = [Bucket(size, 0) for size in decode_sizes(config.max_num_seqs)]
+    decodes = [Bucket(size, 0) for size in decode_sizes(config.max_step_seqs)]
     prefills = [Bucket(0, size) for size in _sizes(2 * tile, most, factor=2)]
-    mixed = [Bucket(config.max_num_seqs, size) for size in _sizes(4 * tile, most, factor=4)]
+    mixed = [Bucket(config.max_step_seqs, size) for size in _sizes(4 * tile, most, factor=4)]
     # A sequence alone never decodes while it prefills, but one group may while another does.
-    alone = config.max_num_seqs * config.num_groups == 1
+    alone = config.max_step_seqs * config.num_groups == 1
     return (*decodes, *prefills, *(() if alone else mixed))
 
 
-def decode_sizes(max_num_seqs: int) -> list[int]:
+def decode_sizes(max_step_seqs: int) -> list[int]:
     """The numbers of rows that are decoded or sampled at once; 2 rows cost what 4 cost."""
-    return [1, *_sizes(4, max_num_seqs, factor=2)] if max_num_seqs > 1 else [1]
+    return [1, *_sizes(4, max_step_seqs, factor=2)] if max_step_seqs > 1 else [1]
 
 
 def _sizes(first: int, last: int, *, factor: int) -> list[int]:
@@ -122,11 +122,11 @@ class StepBatcher:
     """Builds the batch of each plan."""
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
-        self._max_num_seqs = config.max_num_seqs
+        self._max_step_seqs = config.max_step_seqs
         self._tile = config.prefill_tile
         self._groups = [_GroupBatcher(config, cache) for _ in range(config.num_groups)]
         self.buckets = make_buckets(config)
-        self.sample_sizes = decode_sizes(config.max_num_seqs)
+        self.sample_sizes = decode_sizes(config.max_step_seqs)
         self.prefill_sizes = sorted({bucket.num_prefill_rows for bucket in self.buckets} - {0})
 
     def bucket(self, plan: StepPlan) -> Bucket:
@@ -146,7 +146,7 @@ class StepBatcher:
 
     def num_samples(self, bucket: Bucket) -> int:
         """M: room for each decode and for the end of each chunk, which has a tile to itself."""
-        most = min(bucket.num_decodes + bucket.num_prefill_rows // self._tile, self._max_num_seqs)
+        most = min(bucket.num_decodes + bucket.num_prefill_rows // self._tile, self._max_step_seqs)
         return next(size for size in self.sample_sizes if size >= most)
 
     def build(self, plan: StepPlan, bucket: Bucket) -> BuiltStep:

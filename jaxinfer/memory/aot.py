@@ -1,7 +1,7 @@
 """Compiles the real steps for a chip that need not be there, and reads their bytes off the compiler.
 
 Only the program of the most rows is compiled of each kind. Smaller ones are taken to have no more
-temporaries and no more code.
+temporaries and no more code. Each pipeline stage is compiled for a slice of its own.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.stages import Lowered
 
 from jaxinfer.config import ConfigError, MeshConfig
-from jaxinfer.engine.programs import forward_name, logprobs_name, sample_name, step_lowerings
+from jaxinfer.engine.programs import forward_name, logprobs_name, sample_name, stage_name, step_lowerings
 from jaxinfer.engine.step_batch import StepBatcher
 from jaxinfer.memory.chips import Chip
 from jaxinfer.memory.ledger import CompiledBytes
 from jaxinfer.memory.planning import Plan
-from jaxinfer.models.weights import abstract_model
-from jaxinfer.parallel.mesh import DATA, TENSOR, make_mesh
+from jaxinfer.models.transformer import Transformer
+from jaxinfer.models.weights import abstract_stages
+from jaxinfer.parallel.mesh import make_meshes, mesh_over
 
 # Slices that Cloud TPU offers, by the number of chips.
 _SLICES: Mapping[int, Mapping[int, str]] = MappingProxyType(
@@ -67,42 +67,51 @@ class CompiledStep:
     compile_s: float
 
 
-def compile_steps(plan: Plan) -> tuple[CompiledStep, ...]:
-    """The largest decode, prefill, sampling and prompt log-probabilities step of a plan, compiled.
+def compile_stages(plan: Plan) -> tuple[tuple[CompiledStep, ...], ...]:
+    """Of each pipeline stage of a plan the largest decode and prefill step, compiled; of the last stage also
+    the largest sampling and prompt log-probabilities step.
 
     Raises:
       ConfigError: the compiler for the chip is not installed, has no such slice, or finds that the
         program does not fit.
     """
-    resolved, mesh = plan.resolved, _described_mesh(plan.chip, plan.mesh)
-    model = abstract_model(plan.model, jnp.dtype(resolved.dtype), mesh)
+    meshes = _described_meshes(plan.chip, plan.mesh)
+    stages = abstract_stages(plan.model, jnp.dtype(plan.resolved.dtype), meshes)
+    return tuple(_compile_stage(plan, *stage) for stage in zip(stages, meshes, strict=True))
+
+
+def _compile_stage(plan: Plan, model: Transformer, mesh: Mesh | None) -> tuple[CompiledStep, ...]:
+    resolved, stage = plan.resolved, model.config.stage
     batcher = StepBatcher(resolved.scheduler, resolved.cache)
     lowerings = step_lowerings(model, batcher, resolved.cache, resolved.scheduler, mesh)
     buckets = batcher.buckets
-    kinds = (
+    kinds = [
         {forward_name(bucket): bucket.num_rows for bucket in buckets if not bucket.num_prefill_rows},
         {forward_name(bucket): bucket.num_rows for bucket in buckets if bucket.num_prefill_rows},
-        {sample_name(size): size for size in batcher.sample_sizes},
-        {logprobs_name(rows): rows for rows in batcher.prefill_sizes},
-    )
+    ]
+    if stage.is_last:
+        kinds.append({sample_name(size): size for size in batcher.sample_sizes})
+        kinds.append({logprobs_name(rows): rows for rows in batcher.prefill_sizes})
     steps = []
     for kind in kinds:
-        largest = max(kind, key=lambda name: kind[name])
+        largest = stage_name(max(kind, key=lambda name: kind[name]), stage.index, stage.num_stages)
         steps.append(_compile(largest, lowerings[largest], len(kind)))
     return tuple(steps)
 
 
-def compiled_bytes(plan: Plan, steps: Sequence[CompiledStep]) -> CompiledBytes:
-    """The bytes of a plan's compiled steps. All programs of a kind count with the largest one's code."""
-    decode, prefill, sample, prompt_logprobs = steps
-    resolved = plan.resolved
-    return CompiledBytes(
-        # The cache is what a step writes in place. A TPU pads the last dimension to 128.
-        page_bytes=max(resolved.memory.page_bytes, -(-decode.alias_bytes // resolved.cache.num_pages)),
-        activations=max(decode.temp_bytes, prefill.temp_bytes),
-        logits=max(sample.temp_bytes, prompt_logprobs.temp_bytes),
-        programs=sum(step.code_bytes * step.num_programs for step in steps),
-    )
+def compiled_bytes(plan: Plan, stages: Sequence[Sequence[CompiledStep]]) -> tuple[CompiledBytes, ...]:
+    """The bytes of each stage's compiled steps. All programs of a kind count with the largest one's code."""
+    found, num_pages = [], plan.resolved.cache.num_pages
+    for (decode, prefill, *sampling), memory in zip(stages, plan.resolved.memory.stages, strict=True):
+        compiled = CompiledBytes(
+            # The cache is what a step writes in place. A TPU pads the last dimension to 128.
+            page_bytes=max(memory.page_bytes, -(-decode.alias_bytes // num_pages)),
+            activations=max(decode.temp_bytes, prefill.temp_bytes),
+            logits=max((step.temp_bytes for step in sampling), default=0),
+            programs=sum(step.code_bytes * step.num_programs for step in (decode, prefill, *sampling)),
+        )
+        found.append(compiled)
+    return tuple(found)
 
 
 def _compile(name: str, lower: Callable[[], Lowered], num_programs: int) -> CompiledStep:
@@ -128,19 +137,16 @@ def _compile(name: str, lower: Callable[[], Lowered], num_programs: int) -> Comp
     )
 
 
-def _described_mesh(chip: Chip, mesh: MeshConfig) -> Mesh | None:
-    """The mesh over devices of a described topology; over the CPU's own for `cpu`."""
+def _described_meshes(chip: Chip, mesh: MeshConfig) -> tuple[Mesh | None, ...]:
+    """Each stage's mesh, over devices of a described topology; over the CPU's own for `cpu`."""
     if chip.platform == "cpu":
-        return make_mesh(mesh, jax.devices("cpu"))
+        return make_meshes(mesh, jax.devices("cpu"))
     # Programs for absent devices cannot be read back from the cache here.
     jax.config.update("jax_enable_compilation_cache", False)
     if chip.platform == "gpu":
         raise ConfigError(f"chip={chip.name}: only TPUs and the CPU can be compiled for yet")
-    devices = _described_tpu(chip, mesh)
-    if mesh.num_devices > 1:
-        return make_mesh(mesh, devices)
     # Even one device needs a mesh, which says that it is not this machine's.
-    return Mesh(np.asarray(devices[:1]).reshape(1, 1), (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2)
+    return (mesh_over(_described_tpu(chip, mesh.stage), mesh),) * mesh.pipe
 
 
 def _described_tpu(chip: Chip, mesh: MeshConfig) -> Sequence[Any]:

@@ -19,7 +19,7 @@ import pickle
 import re
 import threading
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -134,13 +134,15 @@ def write_bundle(directory: Path, key: Mapping[str, str], programs: Mapping[str,
     return path
 
 
-def open_bundle(directory: Path, key: Mapping[str, str], devices: Sequence[Any]) -> dict[str, BundledProgram]:
+def open_bundle(
+    directory: Path, key: Mapping[str, str], devices_of: Callable[[str], Sequence[Any]]
+) -> dict[str, BundledProgram]:
     """The programs of the bundle with this key, by name, in the order they were written. None is loaded yet.
 
     Args:
       directory: of bundles.
       key: see `bundle_key`.
-      devices: of the mesh, in its order.
+      devices_of: a program's, by its name, in its mesh's order.
 
     Raises:
       BundleError: there is none, it is damaged, or it was made for something else.
@@ -163,7 +165,7 @@ def open_bundle(directory: Path, key: Mapping[str, str], devices: Sequence[Any])
         entry["name"]: BundledProgram(
             programs[entry["start"] : entry["start"] + entry["size"]],
             ProgramMemory(**entry["memory"]),
-            devices,
+            devices_of(entry["name"]),
         )
         for entry in header["programs"]
     }

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxinfer.config import ConfigError, ModelConfig
 from jaxinfer.memory.parameters import itemsize, parameter_bytes, parameters
 from jaxinfer.parallel.layout import device_share
+from jaxinfer.parallel.stages import stage_models
 from jaxinfer_kernels import Backend, decode_tile_tokens, kv_pages_shape, kv_tile_tokens
 from jaxinfer_kernels.layout import QUANTIZED_DTYPES
 
@@ -60,7 +61,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class CompiledBytes:
-    """What the compiler says of the programs, in place of the estimates.
+    """What the compiler says of a stage's programs, in place of the estimates.
 
     `page_bytes` are of a page in all layers, as the device's own layout of the cache pads it; the others
     are the ledger's classes.
@@ -93,12 +94,13 @@ class MemoryModel:
       dtype: of weights and activations.
       kv_dtype: of the KV cache.
       page_size: tokens in a page.
-      max_num_seqs: decode rows of the largest step.
+      max_num_seqs: slots, which are dealt to as many waves of decode rows as there are stages.
       max_num_batched_tokens: prefill rows of the largest step, beside the decode rows.
-      tensor: devices that share the model.
+      tensor: devices that share a stage's model.
+      pipe: pipeline stages.
       quantize: "none", or a weight-only format by its name.
       on_host: the device is the CPU, whose memory is the host's.
-      compiled: what the compiler says, where it was asked.
+      compiled: what the compiler says of each stage, where it was asked.
       backend: the attention kernels', which own the layout of the pages.
     """
 
@@ -109,14 +111,44 @@ class MemoryModel:
     max_num_seqs: int
     max_num_batched_tokens: int
     tensor: int = 1
+    pipe: int = 1
     quantize: str = "none"
     on_host: bool = False
-    compiled: CompiledBytes | None = None
+    compiled: tuple[CompiledBytes, ...] = ()
     backend: Backend = "xla"
 
+    @property
+    def stages(self) -> tuple[MemoryModel, ...]:
+        """Each pipeline stage, as a model of its own."""
+        if self.pipe == 1:
+            return (self,)
+        models = stage_models(self.model, self.pipe)
+        return tuple(
+            replace(self, model=model, pipe=1, compiled=self.compiled[index : index + 1])
+            for index, model in enumerate(models)
+        )
+
+    def fullest_stage(self, num_pages: int) -> int:
+        """The first stage whose devices hold most, with so many pages."""
+        sizes = [stage._ledger(num_pages).device_bytes for stage in self.stages]
+        return sizes.index(max(sizes))
+
     def ledger(self, num_pages: int) -> Ledger:
-        """With so many pages, the null page included."""
-        compiled = self.compiled
+        """With so many pages, the null page included; of a device of the fullest stage."""
+        ledgers = [stage._ledger(num_pages) for stage in self.stages]
+        staging = max(ledger.host_staging for ledger in ledgers)
+        return replace(ledgers[self.fullest_stage(num_pages)], host_staging=staging)
+
+    def pages_within(self, budget_bytes: int, cache_bytes: int) -> int:
+        """Pages that fit beside everything else, and into `cache_bytes`, on the devices of every stage."""
+        return min(
+            min(budget_bytes - stage._ledger(0).device_bytes, cache_bytes) // stage.page_bytes
+            for stage in self.stages
+        )
+
+    def _ledger(self, num_pages: int) -> Ledger:
+        """Of one stage's device."""
+        compiled = self.compiled[0] if self.compiled else None
         weights = [
             (parameter, parameter_bytes(parameter, self.dtype, self.quantize))
             for parameter in parameters(self.share)
@@ -125,7 +157,7 @@ class MemoryModel:
         return Ledger(
             weights=sum(size for _, size in weights),
             kv_cache=num_pages * self.page_bytes,
-            slots=self._slot_bytes(),
+            slots=self._slot_bytes() if self.model.stage.is_last else 0,
             activations=compiled.activations if compiled else self._activation_bytes(),
             logits=compiled.logits if compiled else self._logits_bytes(),
             programs=compiled.programs if compiled else 0,
@@ -135,19 +167,28 @@ class MemoryModel:
 
     @property
     def share(self) -> ModelConfig:
-        """What one device holds of the model, as a model of its own."""
+        """What one device holds of a stage's model, as a model of its own."""
         return device_share(self.model, self.tensor)
 
     @property
     def page_bytes(self) -> int:
-        """A page in all layers of one device, in the layout of the kernels, with its scales."""
-        if self.compiled is not None:
-            return self.compiled.page_bytes
+        """A page in all layers of one device, in the layout of the kernels, with its scales; the most of
+        any stage's.
+        """
+        if self.pipe > 1:
+            return max(stage.page_bytes for stage in self.stages)
+        if self.compiled:
+            return self.compiled[0].page_bytes
         heads = self.share.num_key_value_heads
         shape = kv_pages_shape(1, self.page_size, heads, self.model.head_dim, self.backend)
         data = math.prod(shape) * itemsize(self.kv_dtype)
         scales = 2 * heads * self.page_size * 4 if self.kv_dtype in QUANTIZED_DTYPES else 0
         return (data + scales) * self.model.num_hidden_layers
+
+    @property
+    def _num_decodes(self) -> int:
+        """Rows of the largest step."""
+        return -(-self.max_num_seqs // self.model.stage.num_stages)
 
     def _slot_bytes(self) -> int:
         """engine/kv_cache.py's SlotState: a token, and for each of the vocabulary a bit and a count."""
@@ -155,7 +196,8 @@ class MemoryModel:
 
     def _activation_bytes(self) -> int:
         """The hidden state, its norm and sum, and what the MLP makes; or the keys and values that a tile of
-        attention reads for all decode rows at once, with its queries and sums.
+        attention reads for all decode rows at once, with its queries and sums. And what the stage before
+        hands over, and what the stage after gets.
         """
         share, size = self.share, itemsize(self.dtype)
         # A token has a row for each of its experts, and each row its input and output beside the ffn.
@@ -167,11 +209,14 @@ class MemoryModel:
         mlp = 3 * share.hidden_size + max([3 * share.intermediate_size, *per_moe])
         tile = 2 * share.num_key_value_heads * decode_tile_tokens(self.page_size) * share.head_dim
         queries = 4 * max(share.hidden_size, share.num_attention_heads * share.head_dim)
-        rows = self.max_num_seqs + self.max_num_batched_tokens
-        return max(rows * mlp * size, self.max_num_seqs * (tile * size + queries * 4))
+        rows = self._num_decodes + self.max_num_batched_tokens
+        handed = (2 - self.model.stage.is_first - self.model.stage.is_last) * rows * share.hidden_size * size
+        return max(rows * mlp * size, self._num_decodes * (tile * size + queries * 4)) + handed
 
     def _logits_bytes(self) -> int:
-        rows = max(_SAMPLER_COPIES * self.max_num_seqs, _PROMPT_LOGPROBS_COPIES * PROMPT_LOGPROBS_ROWS)
+        if not self.model.stage.is_last:
+            return 0
+        rows = max(_SAMPLER_COPIES * self._num_decodes, _PROMPT_LOGPROBS_COPIES * PROMPT_LOGPROBS_ROWS)
         return rows * self.share.vocab_size * 4
 
 

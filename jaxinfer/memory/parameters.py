@@ -71,19 +71,20 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
 
 
 def parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The parameters of a model, or of what `parallel.layout.device_share` says that one device holds."""
+    """The parameters of a model, of a stage, or of what one device has of it (`layout.device_share`)."""
     hidden, ffn, layers = model.hidden_size, model.intermediate_size, model.num_hidden_layers
+    is_last = model.stage.is_last
     dense = sum(layer.moe is None for layer in model.layers)
     q_rows = model.num_attention_heads * model.head_dim
     qkv_rows = q_rows + 2 * model.num_key_value_heads * model.head_dim
     found = [
-        Parameter("embedding", model.vocab_size, hidden, 1),
-        Parameter("head", model.vocab_size, hidden, 0 if model.tie_word_embeddings else 1),
+        Parameter("embedding", model.vocab_size, hidden, int(model.has_embedding)),
+        Parameter("head", model.vocab_size, hidden, int(is_last and not model.tie_word_embeddings)),
         Parameter("projection", qkv_rows, hidden, layers),
         Parameter("projection", hidden, q_rows, layers),
         Parameter("projection", 2 * ffn, hidden, dense),
         Parameter("projection", hidden, ffn, dense),
-        Parameter("norm", hidden, 1, (4 if model.sandwich_norms else 2) * layers + 1),
+        Parameter("norm", hidden, 1, (4 if model.sandwich_norms else 2) * layers + is_last),
     ]
     if model.qk_norm:
         found.append(Parameter("norm", model.head_dim, 1, 2 * layers))

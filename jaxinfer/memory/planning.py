@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxinfer.config import ConfigError, EngineConfig, MeshConfig, ModelConfig, parse_mesh
 from jaxinfer.engine.page_pool import pages_for
@@ -22,7 +23,7 @@ class Plan:
     Attributes:
       resolved: what one data-parallel group has.
       model, chip: of what, on what.
-      mesh: data-parallel groups, each with pages and slots of its own, and the devices in each.
+      mesh: data-parallel groups, each with pages and slots of its own, the devices in each, and stages.
       mean_len: tokens of a request on average.
     """
 
@@ -56,7 +57,7 @@ class Plan:
     def largest_context(self) -> int:
         """Tokens of one request, where it has a group's KV cache to itself."""
         page_size = self.resolved.cache.page_size
-        held = (self.resolved.available_bytes // self.resolved.memory.page_bytes - 1) * page_size
+        held = (self.resolved.available_pages - 1) * page_size
         return min(held, self.model.max_position_embeddings)
 
     @property
@@ -68,8 +69,8 @@ class Plan:
         return f"max_num_seqs={self.resolved.scheduler.max_num_seqs}"
 
     def decode(self, batch: int | None) -> Roofline | None:
-        """A decode step of each group, of `batch` requests in all; None is as many as fit."""
-        num_seqs = -(-(batch or self.num_requests(self.mean_len)) // self.num_groups)
+        """A decode step of each group, of `batch` requests in all steps in flight; None is as many as fit."""
+        num_seqs = -(-(batch or self.num_requests(self.mean_len)) // (self.num_groups * self.mesh.pipe))
         return decode_roofline(self.resolved.memory, self.chip, num_seqs, self.mean_len)
 
     def prefill(self) -> Roofline | None:
@@ -84,7 +85,7 @@ def make_plan(
     chip: Chip,
     quantize: str,
     mean_len: int,
-    compiled: CompiledBytes | None = None,
+    compiled: tuple[CompiledBytes, ...] = (),
 ) -> Plan:
     """The engine's sizes on that chip; see `resolve`.
 
@@ -110,8 +111,8 @@ def advice(
 ) -> tuple[Change, ...]:
     """What would make it fit, the least change first.
 
-    Another mesh of the same chips; quantised weights; shorter requests; more chips; and last, how much
-    would have to stay in the host's memory.
+    Another mesh of the same chips; quantised weights; shorter requests; more chips in a group, or in stages
+    where that is too few; and last, how much would have to stay in the host's memory.
     """
 
     def fits(config: EngineConfig, quantize: str = quantize) -> Plan | None:
@@ -135,7 +136,8 @@ def advice(
         shorter = fits(config.replace(max_model_len=None))
         if shorter is not None:
             yield f"--max_model_len={shorter.resolved.scheduler.max_model_len}", shorter
-        larger = ((mesh, fits(config.replace(mesh=mesh))) for mesh in _larger_meshes(config))
+        meshes = itertools.chain.from_iterable(zip(_larger_meshes(config), _more_stages(config), strict=True))
+        larger = ((mesh, fits(config.replace(mesh=mesh))) for mesh in meshes)
         yield next(((f"--mesh={mesh}", plan) for mesh, plan in larger if plan), ("", None))
 
     changes = [Change(change, _outcome(plan)) for change, plan in candidates() if plan is not None]
@@ -159,7 +161,7 @@ def _meshes_as_large(config: EngineConfig) -> Iterator[str]:
     mesh = parse_mesh(config.mesh)
     for ways in range(2, mesh.data + 1):
         if mesh.data % ways == 0:
-            yield f"{mesh.data // ways}x{mesh.tensor * ways}"
+            yield str(replace(mesh, data=mesh.data // ways, tensor=mesh.tensor * ways))
 
 
 def _larger_meshes(config: EngineConfig) -> Iterator[str]:
@@ -168,3 +170,11 @@ def _larger_meshes(config: EngineConfig) -> Iterator[str]:
     while num_devices <= MAX_DEVICES // 2:
         num_devices *= 2
         yield f"1x{num_devices}"
+
+
+def _more_stages(config: EngineConfig) -> Iterator[str]:
+    """Ever more stages of the devices that there are, as many in all as `_larger_meshes` has."""
+    mesh = parse_mesh(config.mesh)
+    while mesh.num_devices <= MAX_DEVICES // 2:
+        mesh = replace(mesh, pipe=mesh.pipe * 2)
+        yield str(mesh)

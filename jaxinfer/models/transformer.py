@@ -7,6 +7,9 @@ them took 33 ms instead of 51 at T=4, 72 instead of 79 at T=32, and 88 instead o
 Dims: T tokens of this step, R rows that need logits, N query heads, K key/value heads, H head_dim,
 D hidden, F ffn, V vocab. Parameter paths mirror Hugging Face's, but for the fused ones.
 
+A pipeline stage is a decoder too, of a part of the layers: it takes and gives hidden states where the
+whole takes tokens and gives the final norm's.
+
 On a mesh the weights' shardings and four `constrain`s a layer make it tensor parallel: the devices
 divide the heads and the ffn, and each of the two products that bring them together ends in an all-reduce.
 """
@@ -187,31 +190,34 @@ def _run_layer(
 
 
 class Backbone(nnx.Module):
-    """Embeddings, layers and the final norm: `model.` in Hugging Face's names."""
+    """Embeddings, layers and the final norm, as far as a stage has them; `model.` in Hugging Face's names."""
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike) -> None:
-        self.embed_tokens = Embedding(config.padded_vocab_size, config.hidden_size, dtype)
+        if config.has_embedding:
+            self.embed_tokens = Embedding(config.padded_vocab_size, config.hidden_size, dtype)
         self.layers = nnx.List([DecoderLayer(config, layer, dtype) for layer in config.layers])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.stage.is_last:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Transformer(nnx.Module):
-    """A decoder-only language model.
+    """A decoder-only language model, or a pipeline stage of one.
 
     A fresh one has zeros for weights: make it under `nnx.eval_shape`, and fill it with
-    `weights.load_model` or `weights.random_model`. It is a pytree; `jax.tree.flatten` it once, and
+    `weights.load_stages` or `weights.random_stages`. It is a pytree; `jax.tree.flatten` it once, and
     pass the leaves to jitted steps, since flattening it takes longer than a small step.
     """
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike) -> None:
         self.config = config
+        self.dtype = jnp.dtype(dtype)
         self.model = Backbone(config, dtype)
-        if not config.tie_word_embeddings:
+        if config.stage.is_last and not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.padded_vocab_size, dtype)
 
     def __call__(
         self,
-        token_ids: jax.Array,
+        inputs: jax.Array,
         positions: jax.Array,
         kv_pages: tuple[KVPages, ...],
         metadata: Any,
@@ -220,19 +226,19 @@ class Transformer(nnx.Module):
         """The hidden state of each token, after the final norm.
 
         Args:
-          token_ids: int32 [T], of any number of sequences.
+          inputs: token ids, int32 [T], of any number of sequences; a stage that is not the first takes what
+            the one before it gives.
           positions: int32 [T], each token's place in its sequence, from 0; -1 for padding.
           kv_pages: one entry a layer, handed to `attend`.
           metadata: handed to `attend`; a pytree.
           attend: writes k and v, and attends.
 
         Returns:
-          hidden [T, D] in the weights' dtype, and the kv_pages after the writes.
+          hidden [T, D] in the weights' dtype, and the kv_pages after the writes. A stage that is not the
+          last gives hidden [D, T], without the norm.
         """
         config = self.config
-        x = constrain(self.model.embed_tokens(token_ids).T)
-        if config.embedding_scale != 1.0:
-            x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        x = self._embed(inputs) if config.stage.is_first else inputs
         distinct = dict.fromkeys(layer.rope for layer in config.layers)
         ropes = {rope: rope_table(rope, config.head_dim, positions) for rope in distinct}
         pages: list[KVPages] = []
@@ -248,7 +254,13 @@ class Transformer(nnx.Module):
                 attend=attend,
             )
             pages.append(layer_pages)
-        return self.model.norm(x).T, tuple(pages)
+        return self.model.norm(x).T if config.stage.is_last else x, tuple(pages)
+
+    def _embed(self, token_ids: jax.Array) -> jax.Array:
+        """[T] -> [D, T]."""
+        x = constrain(self.model.embed_tokens(token_ids).T)
+        scale = self.config.embedding_scale
+        return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
     @property
     def head_weight(self) -> jax.Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,11 +19,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import ModelConfig, StageConfig
 from jaxinfer.models.transformer import Transformer
 from jaxinfer.models.weight_names import Source, match_names
 from jaxinfer.parallel.layout import expert_runs, moe_of, part_size, partitioned, runs, split_axis
 from jaxinfer.parallel.mesh import parameter_sharding, tensor_parallel
+from jaxinfer.parallel.stages import stage_models
 from jaxinfer_checkpoints.reader import CheckpointReader
 
 Index = tuple[slice, ...]
@@ -64,19 +65,27 @@ def load_model(
     dtype: DTypeLike,
     mesh: Mesh | None = None,
 ) -> Transformer:
-    """The model with the checkpoint's weights, streamed leaf by leaf.
+    """The whole model on one mesh; see `load_stages`."""
+    return load_stages(reader, model_config, dtype, (mesh,))[0]
+
+
+def load_stages(
+    reader: CheckpointReader, model_config: ModelConfig, dtype: DTypeLike, meshes: Sequence[Mesh | None]
+) -> tuple[Transformer, ...]:
+    """The model's pipeline stages with the checkpoint's weights, streamed leaf by leaf.
 
     Args:
       reader: an open checkpoint.
       model_config: made from the same checkpoint.
       dtype: of the weights; norms stay float32.
-      mesh: where the parameters lie, each device's part read once; None puts all on the first device.
+      meshes: where the parameters of each stage lie, each device's part read once; None puts all on the
+        first device.
 
     Raises:
       CheckpointError: with the names of all missing, unexpected and misshapen tensors.
     """
-    abstract = abstract_model(model_config, dtype, mesh)
-    sources = match_names(reader, model_config, _tensor_shapes(abstract, model_config))
+    stages = abstract_stages(model_config, dtype, meshes)
+    sources = match_names(reader, model_config, _tensor_shapes(stages, model_config))
 
     def read(piece: _Piece, index: Index) -> np.ndarray:
         source = sources[piece.path]
@@ -86,15 +95,15 @@ def load_model(
             values = _read_rows(reader, source, index)
         return values.astype(np.float32) + np.float32(1.0) if source.transform == "add_one" else values
 
-    return _fill(abstract, model_config, read)
+    return tuple(_fill(stage, model_config, read) for stage in stages)
 
 
-def random_model(
-    model_config: ModelConfig, dtype: DTypeLike, seed: int, mesh: Mesh | None = None
-) -> Transformer:
-    """The model with random weights of Hugging Face's initial scale (load_format=dummy)."""
-    abstract = abstract_model(model_config, dtype, mesh)
-    order = {path: i for i, path in enumerate(_tensor_shapes(abstract, model_config))}
+def random_stages(
+    model_config: ModelConfig, dtype: DTypeLike, seed: int, meshes: Sequence[Mesh | None]
+) -> tuple[Transformer, ...]:
+    """The same with random weights of Hugging Face's initial scale (load_format=dummy)."""
+    stages = abstract_stages(model_config, dtype, meshes)
+    order = {path: i for i, path in enumerate(_tensor_shapes(stages, model_config))}
 
     def draw(piece: _Piece, index: Index) -> np.ndarray:
         shape = tuple(axis.stop - axis.start for axis in index)
@@ -104,7 +113,15 @@ def random_model(
         rng = np.random.default_rng([seed, order[piece.path], *(axis.start for axis in index)])
         return rng.standard_normal(shape, dtype=np.float32) * np.float32(INIT_SCALE)
 
-    return _fill(abstract, model_config, draw)
+    return tuple(_fill(stage, model_config, draw) for stage in stages)
+
+
+def abstract_stages(
+    config: ModelConfig, dtype: DTypeLike, meshes: Sequence[Mesh | None]
+) -> tuple[Transformer, ...]:
+    """The model's pipeline stages, one a mesh, each as `abstract_model` gives it."""
+    models = stage_models(config, len(meshes))
+    return tuple(abstract_model(model, dtype, mesh) for model, mesh in zip(models, meshes, strict=True))
 
 
 def abstract_model(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> Transformer:
@@ -114,34 +131,39 @@ def abstract_model(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = No
     leaves = []
     for path, param in nnx.to_flat_state(state):
         leaf = param.get_value()
-        place = None if mesh is None else parameter_sharding(mesh, _name(path), laid_out)
+        place = None if mesh is None else parameter_sharding(mesh, _name(path, config.stage), laid_out)
         leaves.append((path, param.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place))))
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
-def _name(path: tuple[object, ...]) -> str:
+def _name(path: tuple[object, ...], stage: StageConfig) -> str:
+    """Hugging Face's, which numbers the whole model's layers."""
+    if "layers" in path:
+        model, layers, index, *rest = path
+        path = (model, layers, int(str(index)) + stage.first_layer, *rest)
     return ".".join(str(part) for part in path)
 
 
 def _walk(model: Transformer) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
     """Parameter path, and shape and dtype."""
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        yield _name(path), param.get_value()
+        yield _name(path, model.config.stage), param.get_value()
 
 
-def _tensor_shapes(abstract: Transformer, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _tensor_shapes(stages: Sequence[Transformer], config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Path -> shape of each tensor that the parameters are made of, in order."""
     return {
         piece.path: piece.shape
-        for path, leaf in _walk(abstract)
-        for piece in _pieces(path, leaf, config, abstract.config)
+        for stage in stages
+        for path, leaf in _walk(stage)
+        for piece in _pieces(path, leaf, config, stage.config)
     }
 
 
 def _pieces(
     path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig, laid_out: ModelConfig
 ) -> tuple[_Piece, ...]:
-    """What a parameter is made of, in order. `config` is the checkpoint's."""
+    """What a parameter is made of, in order. `config` is the checkpoint's, `laid_out` the stage's."""
     if ".experts." in path:
         return _expert_pieces(path, leaf, config, laid_out)
     axis = split_axis(path, laid_out)
@@ -184,7 +206,8 @@ def _fill(abstract: Transformer, config: ModelConfig, read: ReadFn) -> Transform
     first_device = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("one",)), PartitionSpec())
 
     def make(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        shard = _read_once(read, _pieces(_name(path), leaf, config, abstract.config), leaf)
+        name = _name(path, abstract.config.stage)
+        shard = _read_once(read, _pieces(name, leaf, config, abstract.config), leaf)
         return jax.make_array_from_callback(leaf.shape, leaf.sharding or first_device, shard)
 
     flat = nnx.to_flat_state(state)

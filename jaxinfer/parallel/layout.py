@@ -72,7 +72,7 @@ def _partitioned_layer(layer: LayerConfig, tensor_parallel: int) -> LayerConfig:
 
 def moe_of(path: str, model: ModelConfig) -> MoeConfig:
     """The mixture of experts that a parameter model.layers.I.mlp.experts... belongs to."""
-    moe = model.layers[int(path.split(".")[2])].moe
+    moe = model.layers[int(path.split(".")[2]) - model.stage.first_layer].moe
     if moe is None:
         raise ValueError(f"path={path!r} is of a layer without experts")
     return moe

@@ -1,6 +1,7 @@
 """The mesh of devices: its axes, where each array lies on it, and how a step runs over it.
 
-Two axes. Along "data" lie groups of devices that serve requests of their own, each with its own pages
+Each pipeline stage (parallel/stages.py) has a mesh and programs of its own, so no mesh has an axis for
+stages. Two axes. Along "data" lie groups of devices that serve requests of their own, each with its own pages
 and slots: a step is one program that every group runs on its part of the step's arrays, side by side
 (`over_groups`). Along "tensor" the devices of a group share each layer (Shoeybi et al. 2019, arXiv
 1909.08053): the parameters' shardings and `constrain` tell the compiler how, and only the attention is
@@ -23,25 +24,47 @@ DATA, TENSOR = "data", "tensor"
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh | None:
-    """The mesh over the first of `devices`; None for one device, which needs none.
+    """The mesh of one stage, over the first of `devices`; None for one device, which needs none.
 
     Raises:
       ConfigError: too few devices.
     """
     if config.num_devices == 1:
         return None
+    _check_number(config, devices)
+    return mesh_over(devices[: config.num_devices], config)
+
+
+def make_meshes(config: MeshConfig, devices: Sequence[Any]) -> tuple[Mesh | None, ...]:
+    """The mesh of each pipeline stage: its devices are those after the stage before.
+
+    With stages there is a mesh for one device too, which says which it is.
+
+    Raises:
+      ConfigError: too few devices, or stages on several hosts.
+    """
+    if config.pipe == 1:
+        return (make_mesh(config, devices),)
+    if len({device.process_index for device in devices}) > 1:
+        raise ConfigError(f"mesh={config}: pipeline stages need all devices on one host: use DxT on several")
+    _check_number(config, devices)
+    size = config.stage.num_devices
+    return tuple(mesh_over(devices[n * size : (n + 1) * size], config) for n in range(config.pipe))
+
+
+def mesh_over(devices: Sequence[Any], config: MeshConfig) -> Mesh:
+    """The mesh of one stage, over all of `devices`."""
+    shape = (config.data, config.tensor)
+    return Mesh(np.asarray(devices).reshape(shape), (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2)
+
+
+def _check_number(config: MeshConfig, devices: Sequence[Any]) -> None:
     if config.num_devices > len(devices):
         raise ConfigError(
             f"mesh={config} needs {config.num_devices} devices, and {len(devices)} "
             f"({devices[0].platform}) are here; to try it on a CPU, set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={config.num_devices} JAX_PLATFORMS=cpu"
         )
-    shape = (config.data, config.tensor)
-    return Mesh(
-        np.asarray(devices[: config.num_devices]).reshape(shape),
-        (DATA, TENSOR),
-        axis_types=(AxisType.Auto,) * 2,
-    )
 
 
 def num_groups(mesh: Mesh | None) -> int:

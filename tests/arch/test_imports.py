@@ -68,6 +68,7 @@ JAX_FREE = (
     "jaxinfer.config",
     "jaxinfer.types",
     "jaxinfer.parallel.layout",
+    "jaxinfer.parallel.stages",
     "jaxinfer.engine.page_pool",
     "jaxinfer.engine.prefix_cache",
     "jaxinfer.engine.scheduler",

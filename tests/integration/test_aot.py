@@ -28,8 +28,12 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """Llama-3.1-8B on v5e 2x4, in two groups of four chips."""
-    flags = ("--chip=v5e", "--mesh=2x4", "--max_model_len=8192")
-    argv = command("plan", f"--model={LLAMA_8B}", *flags, "--compile", "--json")
+    return compiled(LLAMA_8B, "--chip=v5e", "--mesh=2x4", "--max_model_len=8192")
+
+
+def compiled(model: str, *flags: str) -> dict[str, Any]:
+    """What `plan --compile` says."""
+    argv = command("plan", f"--model={model}", *flags, "--compile", "--json")
     result = subprocess.run(
         argv, capture_output=True, text=True, env=environment(), timeout=TIMEOUT_S, check=False
     )
@@ -71,3 +75,26 @@ def test_a_layer_has_two_all_reduces(report: dict[str, Any]) -> None:
 def test_a_slice_that_is_not_offered_is_refused() -> None:
     result = run("plan", f"--model={LLAMA_8B}", "--chip=v5e", "--mesh=1x2", "--compile")
     assert_one_line(result, 1, "mesh=1x2 has 2 devices, and v5e slices have 1, 4, 8")
+
+
+def test_each_stage_is_compiled_for_a_slice_of_its_own(tmp_path: Path) -> None:
+    """Llama-3.1-8B with 5 of its layers, on two v5e 2x2: 3 on the first, 2 on the second."""
+    config = json.loads(Path(LLAMA_8B).read_text(encoding="utf-8")) | {"num_hidden_layers": 5}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    report = compiled(str(path), "--chip=v5e", "--mesh=2x1x4", "--max_model_len=2048")
+    steps = {step["name"].split()[0] + step["name"][-1]: step for step in report["compiled"]}
+    assert list(steps) == [
+        *("decode_step0", "prefill_step0", "decode_step1", "prefill_step1"),
+        *("sample_step1", "prompt_logprobs_step1"),
+    ]
+    layer = report["kv_cache"]["page_bytes_a_device"] * report["kv_cache"]["num_pages_a_group"] // 3
+    for name, num_layers, num_all_reduces in (
+        ("decode_step0", 3, 2 * 3 + 1),
+        ("prefill_step0", 3, 2 * 3 + 1),
+        ("decode_step1", 2, 2 * 2),
+        ("prefill_step1", 2, 2 * 2),
+    ):
+        assert steps[name]["alias_bytes"] == pytest.approx(num_layers * layer, rel=0.01), name
+        assert steps[name]["temp_bytes"] < layer, name
+        assert steps[name]["collectives"] == {"all-reduce": num_all_reduces}, name

@@ -77,11 +77,15 @@ def test_a_start_from_a_bundle_compiles_nothing(
 
 
 @pytest.mark.slow
-def test_a_mesh_starts_from_its_bundle(tokenizer: Path, tmp_path: Path, warnings: list[str]) -> None:
-    written, loaded = (make_engine(tokenizer, mesh="1x2", bundle=str(tmp_path)) for _ in range(2))
+@pytest.mark.parametrize("mesh", ["1x2", "2x1x1", "3x1x2"])
+def test_a_mesh_starts_from_its_bundle(
+    mesh: str, tokenizer: Path, tmp_path: Path, warnings: list[str]
+) -> None:
+    written, loaded = (make_engine(tokenizer, mesh=mesh, bundle=str(tmp_path)) for _ in range(2))
     assert warnings == [f"compiling: there is no bundle in {tmp_path}"]
     assert answers(loaded) == answers(written)
     assert loaded._counter.total.names == []
+    assert loaded.memory().measured == written.memory().measured
 
 
 def test_a_damaged_bundle_is_compiled_anew_and_replaced(

@@ -36,6 +36,23 @@ def test_planned_bytes_are_measured(engine: Engine) -> None:
     assert memory.measured["kv_cache"] == 4 * 2 * 2 * 16 * 4 * (4 * 128 + 8)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "mesh"), [("llama", "3x1x1"), ("gemma3", "2x1x2"), ("qwen3_moe", "2x2x2")])
+def test_planned_bytes_are_measured_on_every_stage(model: str, mesh: str, tokenizer: Path) -> None:
+    """Each stage's devices hold what the ledger says of that stage, and the ledger is the fullest one's."""
+    engine = make_engine(tokenizer, model, mesh=mesh)
+    resolved, planned = engine._resolved, []
+    for index, stage in enumerate(resolved.memory.stages):
+        planned.append(stage.ledger(resolved.cache.num_pages))
+        measured = engine._runner.memory_bytes(index)
+        for name in ("weights", "kv_cache", "slots"):
+            assert planned[-1].by_class()[name] == pytest.approx(measured[name], rel=0.01), (index, name)
+    memory = engine.memory()
+    assert memory.planned.device_bytes == max(ledger.device_bytes for ledger in planned)
+    assert memory.measured == engine._runner.memory_bytes(resolved.fullest_stage)
+    assert memory.planned.weights == memory.measured["weights"]
+
+
 def test_the_plan_of_this_machine_is_the_engines(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--max_num_seqs=4", "--max_num_batched_tokens=64", "--max_model_len=128", "--page_size=8")
     assert plan.main([f"--model={MODELS / 'llama'}", *flags, "--json"]) == 0
@@ -47,15 +64,33 @@ def test_the_plan_of_this_machine_is_the_engines(engine: Engine, capsys: pytest.
 
 def test_compiled_bytes_are_the_engines(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     """What `plan --compile` says of this machine's programs, the engine's own programs have."""
+    (decode, *_) = assert_compiled_bytes(engine, capsys)
+    assert (decode["name"], decode["collectives"]) == ("decode_step 4", {})
+    assert decode["alias_bytes"] == engine.memory().measured["kv_cache"]
+
+
+@pytest.mark.slow
+def test_each_stage_is_compiled(tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last one has the sampler; a step of 4 slots decodes 2."""
+    compiled = assert_compiled_bytes(make_engine(tokenizer, mesh="2x1x2"), capsys, "--mesh=2x1x2")
+    names = ["decode_step 2", "prefill_step 2+64", "sample_step 2", "prompt_logprobs_step 64"]
+    want = [f"{name} stage 0" for name in names[:2]] + [f"{name} stage 1" for name in names]
+    assert [step["name"] for step in compiled] == want
+    # Two layers each, two all-reduces a layer, and one for the embedding's rows.
+    assert [step["collectives"] for step in compiled[:4:2]] == [{"all-reduce": 5}, {"all-reduce": 4}]
+
+
+def assert_compiled_bytes(
+    engine: Engine, capsys: pytest.CaptureFixture[str], *mesh: str
+) -> list[dict[str, Any]]:
+    """Those of `plan --compile` are the engine's. What it says of each program."""
     flags = ("--max_num_seqs=4", "--max_num_batched_tokens=64", "--max_model_len=128", "--page_size=8")
-    assert plan.main([f"--model={MODELS / 'llama'}", *flags, "--compile", "--json"]) == 0
+    assert plan.main([f"--model={MODELS / 'llama'}", *flags, *mesh, "--compile", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     measured = engine.memory().measured
     for name in ("weights", "kv_cache", "slots", "activations", "logits", "programs"):
         assert report["bytes_a_device"][name] == pytest.approx(measured[name], rel=0.01), name
-    decode = report["compiled"][0]
-    assert (decode["name"], decode["collectives"]) == ("decode_step 4", {})
-    assert decode["alias_bytes"] == measured["kv_cache"]
+    return report["compiled"]
 
 
 def test_pages_in_use_are_live(engine: Engine) -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.config import parse_mesh
 from jaxinfer.llm import LLM
 from jaxinfer.types import SamplingParams, TokenOutput
 from tests.integration.engines import make_engine, run, tokens, write_byte_tokenizer
@@ -55,27 +56,34 @@ def assert_as_on_one_device(outputs: dict, want: dict) -> None:
     }
 
 
-# One mesh of each family where tests are to end in minutes; the others are `long`.
-MESH = {
-    "mistral": "1x2",
-    "qwen2": "1x4",
-    "qwen3": "8x1",
-    "gemma3": "2x4",
-    "mixtral": "2x2",
-    "qwen3_moe": "1x4",
+# One mesh of each family where tests are to end in minutes, without stages and with; the others are `long`.
+MESHES = {
+    "mistral": ("1x2", "2x1x1"),
+    "qwen2": ("1x4", "4x1x2"),
+    "qwen3": ("8x1", "3x1x1"),
+    "gemma3": ("2x4", "2x1x2"),
+    "mixtral": ("2x2", "2x1x2"),
+    "qwen3_moe": ("1x4", "2x2x2"),
 }
+NUM_LAYERS = {"mixtral": 2, "qwen3_moe": 2}  # of the others 4 at least
 
 
 def marks(model: str, mesh: str) -> tuple[pytest.MarkDecorator, ...]:
-    return (pytest.mark.slow if model == "llama" or MESH[model] == mesh else pytest.mark.long,)
+    if model == "llama":
+        return () if mesh == "2x1x2" else (pytest.mark.slow,)
+    return (pytest.mark.slow if mesh in MESHES[model] else pytest.mark.long,)
 
 
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
         pytest.param(model, mesh, marks=marks(model, mesh))
-        for model in ("llama", *MESH)
-        for mesh in ("1x2", "1x3", "1x4", "2x2", "2x4", "8x1")
+        for model in ("llama", *MESHES)
+        for mesh in (
+            *("1x2", "1x3", "1x4", "2x2", "2x4", "8x1"),
+            *("2x1x1", "2x1x2", "2x2x2", "3x1x1", "4x1x2"),
+        )
+        if parse_mesh(mesh).pipe <= NUM_LAYERS.get(model, 4)
     ],
 )
 def test_the_same_tokens_on_any_mesh(model: str, mesh: str, tokenizer: Path, one_device: dict) -> None:
@@ -109,13 +117,14 @@ def test_nan_in_unused_pages_changes_nothing(tokenizer: Path, one_device: dict) 
 
 
 @pytest.mark.slow
-def test_log_probabilities_and_preemption_in_groups(tokenizer: Path) -> None:
+@pytest.mark.parametrize("mesh", ["2x2", "2x2x1"])
+def test_log_probabilities_and_preemption_in_groups(mesh: str, tokenizer: Path) -> None:
     """Rows of several groups come back to the sequences that they belong to."""
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     requests = {f"{i}": (prompt, params) for i, prompt in enumerate(PROMPTS * 2)}
     alone = make_engine(tokenizer)
     want = {key: run(alone, {key: request})[key] for key, request in requests.items()}
-    engine = make_engine(tokenizer, mesh="2x2", num_pages=17)
+    engine = make_engine(tokenizer, mesh=mesh, num_pages=17)
     outputs = run(engine, requests)
     assert engine.stats().num_preemptions > 0
     for key, parts in outputs.items():
@@ -133,8 +142,8 @@ def logprobs(outputs: Sequence[TokenOutput]) -> list[float]:
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(m, marks=pytest.mark.slow if m == "2x2" else pytest.mark.long)
-        for m in ("1x2", "1x4", "2x2", "2x4", "8x1")
+        pytest.param(m, marks=pytest.mark.slow if m in ("2x2", "2x1x2") else pytest.mark.long)
+        for m in ("1x2", "1x4", "2x2", "2x4", "8x1", "2x1x2", "4x1x1")
     ],
 )
 def test_the_demo_on_any_mesh(mesh: str, demo_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 from jaxinfer.config import CacheConfig, MeshConfig, SchedulerConfig, parse_mesh
 from jaxinfer.engine.programs import Program, Programs, compile_programs
 from jaxinfer.models.families import load_model_config
-from jaxinfer.models.weights import abstract_model
-from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.models.weights import abstract_stages
+from jaxinfer.parallel.mesh import make_meshes
 from jaxinfer_checkpoints import open_checkpoint
 from tests.integration.engines import MODELS
 
@@ -27,7 +27,7 @@ COLLECTIVE = re.compile(
 )
 
 
-@pytest.fixture(scope="module", params=["1x1", "2x2"])
+@pytest.fixture(scope="module", params=["1x1", "2x2", "2x2x2"])
 def mesh_config(request: pytest.FixtureRequest) -> MeshConfig:
     return parse_mesh(request.param)
 
@@ -41,8 +41,8 @@ def programs(mesh_config: MeshConfig) -> Programs:
     scheduler = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128, num_groups=mesh_config.data
     )
-    mesh = make_mesh(mesh_config, jax.devices())
-    return compile_programs(abstract_model(config, jnp.dtype("float32"), mesh), cache, scheduler, mesh)
+    meshes = make_meshes(mesh_config, jax.devices())
+    return compile_programs(abstract_stages(config, jnp.dtype("float32"), meshes), cache, scheduler, meshes)
 
 
 def collectives(program: Program) -> Counter[tuple[str, str]]:
@@ -53,10 +53,12 @@ def test_every_step_writes_the_cache_in_place(programs: Programs, mesh_config: M
     """A copy of one layer's pages would be 16 MiB of temporaries, or that by the devices of a group."""
     shapes = {(b.num_decodes, b.num_prefill_rows) for b in programs.forward}
     assert shapes == {(1, 0), (4, 0), (0, 64), (4, 64)}
-    for bucket, program in programs.forward.items():
-        memory = program.memory_analysis()  # type: ignore[attr-defined]
-        assert memory.alias_size_in_bytes == KV_BYTES // mesh_config.tensor, bucket
-        assert memory.temp_size_in_bytes < 2**20, bucket
+    for bucket, stages in programs.forward.items():
+        assert len(stages) == mesh_config.pipe
+        for program in stages:
+            memory = program.memory_analysis()  # type: ignore[attr-defined]
+            assert memory.alias_size_in_bytes == KV_BYTES // mesh_config.tensor // mesh_config.pipe, bucket
+            assert memory.temp_size_in_bytes < 2**20, bucket
 
 
 def test_sampling_keeps_the_slots_in_place(programs: Programs) -> None:
@@ -66,12 +68,16 @@ def test_sampling_keeps_the_slots_in_place(programs: Programs) -> None:
 
 
 def test_a_layer_has_two_all_reduces(programs: Programs, mesh_config: MeshConfig) -> None:
-    """And the embedding one; the logits are gathered where they are sampled. Groups exchange nothing."""
+    """And the embedding one; the logits are gathered where they are sampled. Groups exchange nothing, and
+    stages nothing within a program.
+    """
     divided = mesh_config.tensor > 1
-    pairs = "[2,2]<=[4]"  # devices 0 and 1, and 2 and 3
-    for bucket, program in programs.forward.items():
-        want = Counter({("all-reduce", pairs): divided * (2 * NUM_LAYERS + 1)})
-        assert collectives(program) == want, bucket
+    pairs = "[2,2]<=[4]"  # devices 0 and 1, and 2 and 3, of a stage
+    num_layers = NUM_LAYERS // mesh_config.pipe
+    for bucket, stages in programs.forward.items():
+        for index, program in enumerate(stages):
+            want = Counter({("all-reduce", pairs): divided * (2 * num_layers + (index == 0))})
+            assert collectives(program) == want, bucket
     for program in (*programs.sample.values(), *programs.prompt_logprobs.values()):
         assert collectives(program) == Counter({("all-gather", pairs): int(divided)})
     assert collectives(programs.set_counts) == Counter()
@@ -84,8 +90,8 @@ def test_a_layer_of_experts_has_two_all_reduces(model: str, mesh: str) -> None:
     config = load_model_config(open_checkpoint(MODELS / model))
     cache = CacheConfig(page_size=16, num_pages=64, dtype="float32")
     scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=128)
-    devices = make_mesh(parse_mesh(mesh), jax.devices())
-    abstract = abstract_model(config, jnp.dtype("float32"), devices)
-    for bucket, program in compile_programs(abstract, cache, scheduler, devices).forward.items():
+    meshes = make_meshes(parse_mesh(mesh), jax.devices())
+    stages = abstract_stages(config, jnp.dtype("float32"), meshes)
+    for bucket, (program,) in compile_programs(stages, cache, scheduler, meshes).forward.items():
         operations = Counter(operation for operation, _ in collectives(program).elements())
         assert operations == Counter({"all-reduce": 2 * config.num_hidden_layers + 1}), bucket

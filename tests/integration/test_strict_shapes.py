@@ -95,12 +95,19 @@ def random_params(rng: random.Random, num_prompt: int) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("num_requests", [100, pytest.param(2000, marks=pytest.mark.slow)])
-def test_random_requests_compile_nothing(tokenizer: Path, num_requests: int) -> None:
+@pytest.mark.parametrize(
+    ("num_requests", "mesh"),
+    [
+        (100, "1x1"),
+        pytest.param(2000, "1x1", marks=pytest.mark.slow),
+        pytest.param(300, "2x2x1", marks=pytest.mark.slow),
+    ],
+)
+def test_random_requests_compile_nothing(tokenizer: Path, num_requests: int, mesh: str) -> None:
     """Of random lengths and parameters, arriving at random and aborted at random, in a pool that is short
     of pages. Every one that is not aborted ends."""
     rng = random.Random(num_requests)
-    engine = make_engine(tokenizer, max_num_seqs=8, num_pages=17)
+    engine = make_engine(tokenizer, max_num_seqs=8, num_pages=17, mesh=mesh)
     running: set[str] = set()
     num_finished = num_aborted = 0
     while num_finished + num_aborted < num_requests:

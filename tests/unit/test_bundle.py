@@ -22,7 +22,9 @@ from jaxinfer.models.families import load_model_config
 from jaxinfer_checkpoints import open_checkpoint
 from tests.integration.engines import MODELS
 
-DEVICES = jax.devices()[:1]
+
+def devices_of(name: str) -> list[Any]:
+    return jax.devices()[:1]
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def call(program: BundledProgram) -> tuple[list[float], float]:
 
 
 def test_a_program_comes_back_as_it_was(path: Path, key: dict[str, str], program: Any) -> None:
-    loaded = open_bundle(path.parent, key, DEVICES)
+    loaded = open_bundle(path.parent, key, devices_of)
     assert list(loaded) == ["affine"]
     assert loaded["affine"].memory_analysis() == ProgramMemory.of(program)
     assert call(loaded["affine"]) == ([5, 12, 22, 33], 26)
@@ -98,7 +100,7 @@ def test_a_damaged_file_is_told_by_its_checksum(path: Path, key: dict[str, str],
     }
     path.write_bytes(written[damage])
     with pytest.raises(BundleError, match="damaged"):
-        open_bundle(path.parent, key, DEVICES)
+        open_bundle(path.parent, key, devices_of)
 
 
 class Trap:
@@ -117,7 +119,7 @@ def test_nothing_is_unpickled_before_the_check(
     trap = pickle.dumps(Trap(tmp_path / "mark"))
     path.write_bytes(path.read_bytes()[: -len(trap)] + trap)
     with pytest.raises(BundleError, match="damaged"):
-        open_bundle(path.parent, key, DEVICES)
+        open_bundle(path.parent, key, devices_of)
     assert not (tmp_path / "mark").exists()
 
 
@@ -148,11 +150,11 @@ def test_writers_and_readers_at_once(tmp_path: Path, key: dict[str, str], progra
         writer.start()
     while any(writer.is_alive() for writer in writers):
         try:
-            found.append(list(open_bundle(tmp_path, key, DEVICES)))
+            found.append(list(open_bundle(tmp_path, key, devices_of)))
         except BundleError as error:
             found.append(str(error))
     assert all(names in (["affine"], f"there is no bundle in {tmp_path}") for names in found)
-    assert call(open_bundle(tmp_path, key, DEVICES)["affine"]) == ([5, 12, 22, 33], 26)
+    assert call(open_bundle(tmp_path, key, devices_of)["affine"]) == ([5, 12, 22, 33], 26)
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -174,16 +176,16 @@ def test_the_reason_names_what_differs(path: Path, model: ModelConfig, changes: 
     (name, value), *_ = changes.items()
     was = make_key(model)[name]
     with pytest.raises(BundleError) as error:
-        open_bundle(path.parent, make_key(model, **changes), DEVICES)
+        open_bundle(path.parent, make_key(model, **changes), devices_of)
     assert f"the closest was made for {name}={was!r}, not {str(value)!r}" in str(error.value)
 
 
 def test_a_bundle_of_older_source_is_replaced(path: Path, key: dict[str, str], program: Any) -> None:
     edited = {**key, "jaxinfer": "0123456789abcdef"}
     with pytest.raises(BundleError, match=f"jaxinfer='{key['jaxinfer']}', not '0123456789abcdef'"):
-        open_bundle(path.parent, edited, DEVICES)
+        open_bundle(path.parent, edited, devices_of)
     assert write_bundle(path.parent, edited, {"affine": program}) == path
-    assert list(open_bundle(path.parent, edited, DEVICES)) == ["affine"]
+    assert list(open_bundle(path.parent, edited, devices_of)) == ["affine"]
 
 
 def test_programs_of_an_avx512_machine_are_not_loaded_on_an_avx2_machine(
@@ -193,10 +195,10 @@ def test_programs_of_an_avx512_machine_are_not_loaded_on_an_avx2_machine(
     larger = {**cpu, "flags": cpu["flags"] + " avx512f avx512bw"}
     monkeypatch.setattr(key_module, "_cpuinfo", lambda: larger)
     write_bundle(tmp_path, make_key(model), {"affine": program})
-    assert open_bundle(tmp_path, make_key(model), DEVICES)
+    assert open_bundle(tmp_path, make_key(model), devices_of)
     monkeypatch.setattr(key_module, "_cpuinfo", lambda: cpu)
     with pytest.raises(BundleError, match="cpu_features='avx512bw avx512f', not 'fewer'"):
-        open_bundle(tmp_path, make_key(model), DEVICES)
+        open_bundle(tmp_path, make_key(model), devices_of)
 
 
 def test_what_shapes_no_program_is_not_in_the_key(model: ModelConfig, key: dict[str, str]) -> None:

@@ -18,6 +18,7 @@ from jaxinfer.config import (
     parse_mesh,
 )
 from jaxinfer.parallel.layout import Run, device_share, padding, partitioned, runs
+from jaxinfer.parallel.stages import stage_models
 
 
 def model(num_q: int, num_kv: int, ffn: int = 48, vocab: int = 160, head_dim: int = 2) -> ModelConfig:
@@ -135,8 +136,51 @@ def test_a_device_has_whole_experts_or_a_part_of_each() -> None:
 def test_a_mesh_is_data_by_tensor() -> None:
     assert parse_mesh("2x4") == MeshConfig(data=2, tensor=4)
     assert str(parse_mesh("2x4")) == "2x4"
-    for text in ("2", "0x1", "2x", "ax1", ""):
+    for text in ("2", "0x1", "2x", "ax1", "", "2x0x1", "1x1x1x1"):
         with pytest.raises(ConfigError, match="DxT"):
             parse_mesh(text)
-    with pytest.raises(ConfigError, match="mesh=2x2x2: pipeline stages"):
-        parse_mesh("2x2x2")
+
+
+def test_a_mesh_may_have_stages() -> None:
+    mesh = parse_mesh("3x2x4")
+    assert mesh == MeshConfig(data=2, tensor=4, pipe=3)
+    assert (str(mesh), mesh.num_devices, mesh.stage) == ("3x2x4", 24, parse_mesh("2x4"))
+    assert parse_mesh("1x2x4") == parse_mesh("2x4")
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "counts"),
+    [
+        (8, (8,)),
+        (8, (4, 4)),
+        (7, (4, 3)),
+        (4, (1, 2, 1)),
+        (5, (2, 2, 1)),
+        (9, (2, 3, 2, 2)),
+        (11, (3, 3, 3, 2)),
+        (4, (1, 1, 1, 1)),
+    ],
+)
+def test_stages_have_all_layers_in_order(num_layers: int, counts: tuple[int, ...]) -> None:
+    """Those in the middle, which hold no embedding and no head, get one more before the first does."""
+    windows = tuple(LayerConfig(RopeConfig(), sliding_window=i + 1) for i in range(num_layers))
+    whole = replace(model(32, 8), layers=windows)
+    stages = stage_models(whole, len(counts))
+    assert tuple(stage.num_hidden_layers for stage in stages) == counts
+    assert sum((stage.layers for stage in stages), ()) == windows
+    assert [stage.stage.first_layer for stage in stages] == [sum(counts[:i]) for i in range(len(counts))]
+    assert [stage.stage.is_first for stage in stages] == [i == 0 for i in range(len(counts))]
+    assert [stage.stage.is_last for stage in stages] == [i == len(counts) - 1 for i in range(len(counts))]
+
+
+def test_a_tied_embedding_lies_on_the_first_and_the_last_stage() -> None:
+    whole = replace(model(32, 8), layers=(LayerConfig(RopeConfig()),) * 3)
+    for tied in (True, False):
+        stages = stage_models(replace(whole, tie_word_embeddings=tied), 3)
+        assert [stage.has_embedding for stage in stages] == [True, False, tied]
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    whole = replace(model(32, 8), layers=(LayerConfig(RopeConfig()),) * 3)
+    with pytest.raises(ConfigError, match=r"4 pipeline stages need as many layers, .*: use 1 to 3"):
+        stage_models(whole, 4)

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from jaxinfer.config import CacheConfig, LayerConfig, ModelConfig, RopeConfig
+from jaxinfer.config import CacheConfig, LayerConfig, ModelConfig, RopeConfig, parse_mesh
 from jaxinfer.engine.kv_cache import create_kv_pages, create_slots
 from jaxinfer.memory.chips import CHIPS
 from jaxinfer.memory.ledger import MemoryModel, kv_bytes_per_token
 from jaxinfer.memory.parameters import num_parameters, parameter_bytes, parameters
 from jaxinfer.memory.roofline import decode_roofline
 from jaxinfer.models.families import load_model_config, model_config_from
-from jaxinfer.models.weights import abstract_model
+from jaxinfer.models.weights import abstract_model, abstract_stages
 from jaxinfer.parallel.mesh import DATA, TENSOR
 from jaxinfer_checkpoints import open_checkpoint
 
@@ -111,6 +111,33 @@ def test_a_device_of_a_mesh_holds_its_shards(name: str, tensor: int) -> None:
     for leaf in jax.tree.leaves(abstract_model(model, jnp.float32, mesh)):  # type: ignore[arg-type]
         held += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     assert memory_model(model, dtype="float32", tensor=tensor).ledger(2).weights == held
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe_stacked"])
+@pytest.mark.parametrize("mesh", ["2x1x1", "3x1x2", "4x2x2"])
+def test_a_device_of_a_stage_holds_its_shards(name: str, mesh: str) -> None:
+    """Of weights and cache, what the shardings of its stage's parameters and pages give it."""
+    model, shape = load_model_config(open_checkpoint(GOLDEN / "models" / name)), parse_mesh(mesh)
+    on_devices = AbstractMesh((shape.data, shape.tensor), (DATA, TENSOR))
+    memory = memory_model(model, dtype="float32", kv_dtype="float32", tensor=shape.tensor, pipe=shape.pipe)
+    stages = abstract_stages(model, jnp.float32, [on_devices] * shape.pipe)  # type: ignore[list-item]
+    for stage, planned in zip(stages, memory.stages, strict=True):
+        held = [math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(stage)]
+        assert planned.ledger(2).weights == 4 * sum(held)
+        pages = jax.eval_shape(lambda: create_kv_pages(stage.config, CacheConfig(16, 100, "float32")))  # noqa: B023
+        assert planned.ledger(100).kv_cache == nbytes(pages) // shape.tensor
+    ledgers = [planned.ledger(100) for planned in memory.stages]
+    assert memory.ledger(100).device_bytes == max(ledger.device_bytes for ledger in ledgers)
+
+
+def test_pages_fit_on_the_devices_of_every_stage() -> None:
+    """And one more does not on some."""
+    memory = memory_model(public_config("Gemma-3-27B"), tensor=4, pipe=4)
+    budget = 16 * 2**30
+    num_pages = memory.pages_within(budget, budget)
+    ledgers = [[stage.ledger(n).device_bytes for stage in memory.stages] for n in (num_pages, num_pages + 1)]
+    assert max(ledgers[0]) <= budget < max(ledgers[1])
+    assert num_pages > 1000
 
 
 def test_a_decode_reads_the_experts_that_its_tokens_choose() -> None:

@@ -73,6 +73,44 @@ def test_70b_in_bfloat16_is_refused_on_8_v5e_and_planned_in_int8(capsys: pytest.
     assert report["requests"]["at_max_model_len"] > 8
 
 
+def test_stages_hold_what_outgrows_a_slice(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama-3.3-70B in bfloat16 on two v5e 2x4, 40 of its 80 layers on each, by hand."""
+    flags = ("--chip=v5e", "--mesh=2x1x8", "--max_model_len=8192", "--max_num_seqs=64", "--mean_len=2048")
+    status, report, err = run(capsys, "Llama-3.3-70B", *flags, "--batch=8")
+    assert (status, err, report["num_chips"]) == (0, "", 16)
+    # A device: 8 of 64 query heads, 1 of 8 KV heads, 3584 of 28,672, 16,032 of 128,256 tokens.
+    layer = 2 * ((8 + 2) * 128 * 8192 + 8192 * 8 * 128 + 3 * 3584 * 8192) + 4 * 2 * 8192
+    table = 2 * 16_032 * 8192
+    sizes, cache = report["bytes_a_device"], report["kv_cache"]
+    assert sizes["weights"] == 40 * layer + table + 4 * 8192  # of the last stage: the head and the norm
+    assert sizes["slots"] == 65 * (4 + 128_256 * 5)
+    assert cache["page_bytes_a_device"] == 40 * 16 * 2 * 128 * 2
+    assert sizes["kv_cache"] == cache["num_pages_a_group"] * cache["page_bytes_a_device"]
+    assert cache["bytes_a_token"] == 80 * 8 * 2 * 128 * 2
+    assert 0 <= report["budget_bytes"] - report["device_bytes"] < cache["page_bytes_a_device"]
+    # 8 requests are 2 steps of 4 in flight: what a device of each stage reads is added up, and one hands 4
+    # rows to the other.
+    step = report["roofline"]["decode"]
+    assert step["num_tokens"] == 4
+    assert step["weight_bytes"] == 80 * layer + table + 4 * 8192
+    assert step["kv_bytes"] == 4 * 2048 * 80 * 2 * 128 * 2
+    assert step["link_bytes"] == 2 * 7 / 8 * 2 * 80 * 4 * 8192 * 2 + 4 * 8192 * 2
+    assert step["tokens_per_s_a_chip"] == pytest.approx(2 * 4 / step["step_s"] / 16)
+
+
+def test_stages_are_advised_where_tensor_parallelism_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    """Mixtral-8x7B's 87.0 GiB are 2.7 on each of 32 devices, where 2 may be used; it has no more heads."""
+    flags = ("--chip=v5e", "--mesh=1x32", "--max_model_len=1024", "--memory_utilization=0.125")
+    status, report, _ = run(capsys, "Mixtral-8x7B", *flags, "--max_num_seqs=1")
+    changes = [change["change"] for change in report["changes"]]
+    assert (status, "--mesh=2x1x32" in changes) == (1, True)
+
+
+def test_the_table_names_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([f"--model={config('Llama-3.1-8B')}", "--chip=v5e", "--mesh=2x1x4"]) == 0
+    assert "v5e, mesh 2x1x4: 2 stages of 1 group of 4 devices;" in capsys.readouterr().out
+
+
 def test_advice_holds(capsys: pytest.CaptureFixture[str]) -> None:
     """Each change that it gives as flags is a plan that fits."""
     flags = ["--chip=v5e", "--mesh=2x4", "--max_model_len=131072"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -57,6 +57,7 @@ class FakeDevice:
         self.config, self.page_size, self.tile = config, page_size, tile
         self.pages: dict[tuple[int, int, int], int] = {}  # (group, page, offset) -> token
         self.last_token: dict[tuple[int, int], int] = {}  # by group and slot
+        self.last_of_wave: dict[int, dict[tuple[int, int], int]] = {}  # as of the wave's latest step
         self.owner: dict[tuple[int, int], int] = {}  # group and slot -> seq_id
         self.truth: dict[int, list[int]] = {}  # by seq_id
 
@@ -70,6 +71,8 @@ class FakeDevice:
         for item in plan.prefills:
             rows[item.group] += -(-item.num_tokens // self.tile) * self.tile
         assert max(rows.values()) <= self.config.max_num_batched_tokens
+        seqs = Counter(item.group for item in items)
+        assert max(seqs.values()) <= self.config.max_step_seqs
         written: set[tuple[int, int, int]] = set()
         for item in items:  # every write comes before any read, as in a layer
             sequence, end = item.sequence, item.start + item.num_tokens
@@ -79,7 +82,7 @@ class FakeDevice:
                 self.last_token.pop(slot, None)
             assert self.owner[slot] == sequence.seq_id
             is_decode = item in plan.decodes
-            token_ids = (self.last_token[slot],) if is_decode else item.token_ids
+            token_ids = (self.last_of_wave[plan.wave][slot],) if is_decode else item.token_ids
             assert item.num_tokens == len(token_ids) > 0
             assert end < sequence.max_total_tokens, "the last token is never computed"
             if not is_decode:
@@ -105,6 +108,7 @@ class FakeDevice:
             if item.samples:
                 token_id = self.last_token[item.group, item.slot] = sample(sequence, prefix)
                 sampled[sequence.seq_id] = SampledToken(token_id, None)
+        self.last_of_wave[plan.wave] = dict(self.last_token)
         return StepResult(plan.step_id, sampled, {})
 
     def locate(self, item: ScheduledSeq, position: int) -> tuple[int, int, int]:
@@ -203,6 +207,8 @@ def settings(max_num_seqs: int = 4, max_num_batched_tokens: int = 64, **changes)
         (2_000, 200, 4, 4, 3, settings(8, 16)),
         (2_000, 14, 4, 4, 1, settings(4, 16, num_groups=2)),
         (2_000, 12, 4, 8, 2, settings(3, 64, num_groups=3, scheduling="priority")),
+        (2_000, 14, 4, 4, 2, settings(5, 16, num_waves=2)),
+        (2_000, 14, 4, 4, 3, settings(4, 16, num_groups=2, num_waves=3, scheduling="priority")),
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1])
@@ -537,3 +543,27 @@ def test_schedules_32_decodes_in_under_200_microseconds():
         scheduler.commit(previous, StepResult(previous.step_id, sampled, {}))
         previous = plan
     assert sorted(durations_s)[15] < 200e-6  # the machine may be busy: a tenth of them tells
+
+
+def running(plan: StepPlan) -> list[int]:
+    return [item.sequence.seq_id for item in plan.decodes + plan.prefills]
+
+
+def test_sequences_are_dealt_evenly_to_waves_which_take_turns():
+    loop = Loop(settings(max_num_seqs=7, num_waves=3), depth=3)
+    for seq_id in range(8):  # one more than there are slots
+        loop.scheduler.add(make_sequence(seq_id, [5, 6], 9))
+    plans = [loop.launch() for _ in range(6)]
+    assert [plan and plan.wave for plan in plans] == [0, 1, 2, 0, 1, 2]
+    assert [plan and running(plan) for plan in plans] == [[0, 1, 2], [3, 4, 5], [6]] * 2
+    loop.drain()
+
+
+def test_a_wave_without_work_is_passed_over():
+    loop = Loop(settings(num_waves=2), depth=2)
+    loop.scheduler.add(make_sequence(0, [5, 6], 6))
+    assert [plan and plan.wave for plan in (loop.launch() for _ in range(3))] == [0, 0, 0]
+    loop.scheduler.add(make_sequence(1, [5, 6], 3))
+    plans = [loop.launch() for _ in range(4)]
+    assert [plan and (plan.wave, running(plan)) for plan in plans] == [(1, [1]), (0, [0]), (1, [1]), (0, [0])]
+    loop.drain()

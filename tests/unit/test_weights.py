@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +20,11 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jaxinfer.config import LayerConfig, MeshConfig, ModelConfig, MoeConfig, RopeConfig
+from jaxinfer.config import LayerConfig, MeshConfig, ModelConfig, MoeConfig, RopeConfig, parse_mesh
 from jaxinfer.models import weights
 from jaxinfer.models.transformer import Transformer
-from jaxinfer.models.weights import load_model, random_model
-from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.models.weights import load_model, load_stages, random_stages
+from jaxinfer.parallel.mesh import make_mesh, make_meshes
 from jaxinfer_checkpoints import CheckpointError, TensorInfo
 from tests.gguf_names import gguf_names, stack_experts
 
@@ -114,7 +115,7 @@ def tensors(model: Transformer) -> dict[str, np.ndarray]:
 def arrays_for(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Random values for each tensor, under Hugging Face's names."""
     rng = np.random.default_rng(seed)
-    shapes = {name: value.shape for name, value in tensors(random_model(config, F32, 0)).items()}
+    shapes = {name: value.shape for name, value in tensors(random_stages(config, F32, 0, (None,))[0]).items()}
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
@@ -424,6 +425,34 @@ def test_a_mesh_reads_each_value_once(shape: tuple[int, int]) -> None:
     assert reader.num_values == {name: values.size for name, values in arrays.items()}
 
 
+@pytest.mark.parametrize("config", [LLAMA, GEMMA, MOE], ids=["llama", "tied", "experts"])
+@pytest.mark.parametrize("mesh", ["2x1x1", "2x2x2"])
+def test_stages_hold_the_layers_that_they_compute(mesh: str, config: ModelConfig) -> None:
+    """Under their own devices, each value read once; but a tied embedding once a stage that has it."""
+    arrays = arrays_for(config)
+    meshes = make_meshes(parse_mesh(mesh), jax.devices())
+    reader = FakeReader("safetensors", arrays)
+    stages = load_stages(reader, config, F32, meshes)
+    tied = config.tie_word_embeddings
+    assert reader.num_values == {
+        name: values.size * (2 if tied and "embed_tokens" in name else 1) for name, values in arrays.items()
+    }
+    size = parse_mesh(mesh).stage.num_devices
+    found = Counter[str]()
+    for index, stage in enumerate(stages):
+        first = stage.config.stage.first_layer
+        whole = on_devices(load_model(FakeReader("safetensors", arrays), config, F32, meshes[index]))
+        for name, parts in on_devices(stage).items():
+            number = re.search(r"layers\.(\d+)", name)
+            path = name.replace(number[0], f"layers.{int(number[1]) + first}") if number else name
+            found[path] += 1
+            np.testing.assert_array_equal(parts, whole[path])
+        devices = {device for leaf in jax.tree.leaves(stage) for device in leaf.sharding.device_set}
+        assert devices == set(jax.devices()[index * size : (index + 1) * size])
+    everything = on_devices(load_model(FakeReader("safetensors", arrays), config, F32))
+    assert found == Counter(everything.keys()) + Counter({"model.embed_tokens.weight": int(tied)})
+
+
 def test_a_mesh_needs_a_few_tensors_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read is let go of as soon as it is on the devices: here they take nothing."""
     sizes = []
@@ -449,7 +478,7 @@ def test_a_mesh_needs_a_few_tensors_of_host_memory(monkeypatch: pytest.MonkeyPat
 
 
 def test_random_model_is_repeatable_and_its_norms_are_one() -> None:
-    first, second, other = (leaves(random_model(LLAMA, F32, seed)) for seed in (1, 1, 2))
+    first, second, other = (leaves(random_stages(LLAMA, F32, seed, (None,))[0]) for seed in (1, 1, 2))
     assert_equal(first, second)
     assert not np.array_equal(first["lm_head.weight"], other["lm_head.weight"])
     assert (first["model.norm.weight"] == 1).all()
