@@ -90,12 +90,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _batch(options: BatchOptions) -> int:
     _check_files(options)
-    from jaxinfer.engine.engine import Engine  # imports jax, which takes seconds: after the files are right
-
     with open(options.input, "rb") as source:
         num_rows = sum(1 for line in source if line.strip())
-    engine = Engine(options.engine)
     with (
+        cli.started(options.engine) as engine,
         open(options.input, "rb") as source,
         _written_whole(options.output) as target,
         # tqdm shows itself on a terminal only

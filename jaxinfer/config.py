@@ -190,6 +190,42 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class HostsConfig:
+    """The processes, on a machine each, that run one engine together. Host 0 serves, the others follow it.
+
+    Attributes:
+      coordinator: host 0's name or address and a port, on which jax listens there; we do on the next one.
+      num_hosts: 2 or more.
+      host_id: this one's number, from 0.
+      preflight_timeout_s: within so many seconds all hosts must have met.
+    """
+
+    coordinator: str
+    num_hosts: int
+    host_id: int
+    preflight_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        if not re.fullmatch(r"(\[[^]]+\]|[^:\s]+):\d{1,5}", self.coordinator) or not 0 < self.port < 65535:
+            raise ConfigError(f"coordinator={self.coordinator!r} must be HOST:PORT, such as 10.0.0.1:8476")
+        if self.num_hosts < 2:
+            raise ConfigError(f"num_hosts={self.num_hosts} must be 2 or more")
+        if not 0 <= self.host_id < self.num_hosts:
+            raise ConfigError(f"host_id={self.host_id} must be from 0 to {self.num_hosts - 1}")
+
+    @property
+    def address(self) -> str:
+        """Of host 0, without the brackets of IPv6."""
+        return self.coordinator.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """jax's."""
+        return int(self.coordinator.rpartition(":")[2])
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """What a user asks for; None means: derive it (`resolve` does, once)."""
 
@@ -197,6 +233,7 @@ class EngineConfig:
     tokenizer: str | None = None
     revision: str | None = None
     mesh: str = "1x1"
+    hosts: HostsConfig | None = None  # None is this process alone
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     max_model_len: int | None = None

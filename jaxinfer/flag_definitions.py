@@ -78,6 +78,29 @@ def define_engine(values: FlagValues) -> None:
     )
 
 
+def define_hosts(values: FlagValues) -> None:
+    """Which of several hosts this is."""
+    absl_flags.DEFINE_string(
+        "coordinator",
+        None,
+        "HOST:PORT of host 0, or auto, which asks Cloud TPU, Slurm or Kubernetes; none is this host alone.",
+        flag_values=values,
+    )
+    absl_flags.DEFINE_integer(
+        "num_hosts", None, "Hosts that run the model together.", lower_bound=1, flag_values=values
+    )
+    absl_flags.DEFINE_integer(
+        "host_id", None, "This host's number, from 0, which answers.", lower_bound=0, flag_values=values
+    )
+    absl_flags.DEFINE_integer(
+        "preflight_timeout_s",
+        60,
+        "Seconds in which all hosts must have met.",
+        lower_bound=1,
+        flag_values=values,
+    )
+
+
 def define_sampling(values: FlagValues) -> None:
     """Sampling parameters."""
     default = SamplingParams()

@@ -17,17 +17,19 @@ from typing import Any
 from absl import flags as absl_flags
 from absl import logging
 
-from jaxinfer.config import ConfigError, EngineConfig, parse_mesh
+from jaxinfer.config import ConfigError, EngineConfig, HostsConfig, parse_mesh
 from jaxinfer.flag_definitions import (
     define_batch,
     define_bench,
     define_common,
     define_engine,
     define_generate,
+    define_hosts,
     define_plan,
     define_sampling,
     define_serve,
 )
+from jaxinfer.parallel.cluster import find_hosts
 from jaxinfer.types import RequestError, SamplingParams
 
 FlagValues = absl_flags.FlagValues
@@ -132,7 +134,7 @@ class PlanOptions:
 
 def generate_options(argv: Sequence[str]) -> GenerateOptions:
     """Raises UsageError, or HelpRequestedError for --help; so do the functions below."""
-    values = _parse("generate", argv, define_engine, define_sampling, define_generate)
+    values = _parse("generate", argv, define_engine, define_hosts, define_sampling, define_generate)
     return GenerateOptions(
         values.verbosity,
         engine_config(values),
@@ -146,7 +148,7 @@ def generate_options(argv: Sequence[str]) -> GenerateOptions:
 
 def batch_options(argv: Sequence[str]) -> BatchOptions:
     """Flags of `jaxinfer.batch`; checks that the files' endings are known."""
-    values = _parse("batch", argv, define_engine, define_sampling, define_batch)
+    values = _parse("batch", argv, define_engine, define_hosts, define_sampling, define_batch)
     for name in ("input", "output"):
         path = _required(values, name, f"{name}.jsonl")
         if not path.endswith(".jsonl"):
@@ -158,7 +160,7 @@ def batch_options(argv: Sequence[str]) -> BatchOptions:
 
 def serve_options(argv: Sequence[str]) -> ServeOptions:
     """Flags of `jaxinfer.serve`."""
-    values = _parse("serve", argv, define_engine, define_serve)
+    values = _parse("serve", argv, define_engine, define_hosts, define_serve)
     config = engine_config(values)
     return ServeOptions(
         values.verbosity,
@@ -233,7 +235,25 @@ def engine_config(values: Any) -> EngineConfig:
     }
     if values.compilation_cache_dir is None:
         del given["compilation_cache_dir"]
-    return EngineConfig(**{**environment(), **given})
+    hosts = _hosts(values) if "coordinator" in values else None
+    return EngineConfig(**{**environment(), **given, "hosts": hosts})
+
+
+def _hosts(values: Any) -> HostsConfig | None:
+    """By hand, or as the job says, but for what was given."""
+    coordinator, num_hosts, host_id = values.coordinator, values.num_hosts, values.host_id
+    try:
+        if coordinator == "auto":
+            hosts = find_hosts(os.environ, num_hosts)
+        elif None not in (coordinator, num_hosts, host_id):
+            hosts = HostsConfig(coordinator, num_hosts, host_id)
+        elif coordinator is num_hosts is host_id is None:
+            return None
+        else:
+            raise UsageError("flags --coordinator, --num_hosts and --host_id go together")
+    except ConfigError as error:
+        raise UsageError(f"flag --{error}") from error
+    return hosts and replace(hosts, preflight_timeout_s=float(values.preflight_timeout_s))
 
 
 def describe_absent_tpus() -> None:

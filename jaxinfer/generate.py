@@ -54,15 +54,13 @@ def _generate(options: GenerateOptions) -> int:
         prompt = _from_stdin(sys.stdin.read)
     if prompt == "":
         raise RequestError("the prompt is empty; give --prompt or text on stdin")
-    from jaxinfer.engine.engine import Engine  # imports jax, which takes seconds: after the flags are right
-
-    engine = Engine(options.engine)
-    if options.chat:
-        _converse(engine, options, [prompt] if prompt is not None else _turns())
-    else:
-        start_s = time.monotonic()
-        ids = engine.tokenizer.encode(prompt or "")
-        _report(engine, options, _answer(engine, ids, options, start_s))
+    with cli.started(options.engine) as engine:
+        if options.chat:
+            _converse(engine, options, [prompt] if prompt is not None else _turns())
+        else:
+            start_s = time.monotonic()
+            ids = engine.tokenizer.encode(prompt or "")
+            _report(engine, options, _answer(engine, ids, options, start_s))
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.flags import environment
 from jaxinfer.types import (
@@ -40,6 +40,8 @@ class LLM:
         Raises:
           ConfigError, CheckpointError: one line that says what is wrong.
         """
+        if engine_args.get("hosts") is not None:
+            raise ConfigError("hosts: LLM runs on one host; generate, batch and serve run on several")
         self.engine = Engine(EngineConfig(model=model, **{**environment(), **engine_args}))
 
     def generate(

@@ -18,15 +18,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(options: ServeOptions) -> int:
     # The port is taken first, so that one in use is told before the model is loaded.
-    with _bind(options.host, options.port) as listener:
+    with _bind(options.host, options.port) as listener, cli.started(options.engine) as started:
         import uvicorn
 
         from jaxinfer.engine.async_engine import AsyncEngine
-        from jaxinfer.engine.engine import Engine
         from jaxinfer.server.app import create_app
         from jaxinfer.server.draining import DrainingServer
 
-        engine = AsyncEngine(Engine(options.engine), options.max_waiting_requests)
+        engine = AsyncEngine(started, options.max_waiting_requests)
+        started.on_lost_host(engine.fail)
         config = uvicorn.Config(
             create_app(engine, options.served_model_name),
             log_level="info" if options.verbosity >= 0 else "warning",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,14 @@ class FakeEngine:
     aborted: list[tuple[str, int]] = field(default_factory=list)  # with the step after which it came
     threads: set[int] = field(default_factory=set)
     _sequences: list[_Sequence] = field(default_factory=list)
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def on_lost_host(self, callback: Callable[[str], None]) -> None:
+        """There is one host."""
 
     def add_request(self, request: Request) -> None:
         self.threads.add(threading.get_ident())

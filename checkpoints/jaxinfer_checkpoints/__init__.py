@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxinfer_checkpoints.digest import verify_sha256
+from jaxinfer_checkpoints.digest import fingerprint, verify_sha256
 from jaxinfer_checkpoints.gguf import is_gguf, open_gguf, read_gguf_metadata
 from jaxinfer_checkpoints.hub import PINNED_SHA256, resolve_config, resolve_model
 from jaxinfer_checkpoints.reader import CheckpointError, CheckpointReader, TensorInfo
@@ -16,6 +16,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointReader",
     "TensorInfo",
+    "fingerprint",
     "open_checkpoint",
     "read_config",
     "read_gguf_metadata",

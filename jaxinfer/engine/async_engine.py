@@ -179,6 +179,14 @@ class AsyncEngine:
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)
 
+    def fail(self, message: str) -> None:
+        """Ends all requests with an error, and refuses those that come; any thread may call it, also while
+        the engine's own waits for what never comes.
+        """
+        self._error = EngineUnavailableError(f"the engine failed: {message}")
+        if self._loop is not None:
+            self._call(self._fail_all, self._error)
+
     # --- On the event loop's thread -------------------------------------------------------------
 
     def _close_stream(self, stream: OutputStream) -> None:

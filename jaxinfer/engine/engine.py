@@ -6,8 +6,12 @@ import random
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +28,7 @@ from jaxinfer.engine.compilation import (
 from jaxinfer.engine.hollow import hollow_programs
 from jaxinfer.engine.host_memory import keep_freed_memory, use_huge_pages
 from jaxinfer.engine.outputs import LiveCompletion, LiveRequest
+from jaxinfer.engine.preflight import devices_of_all, flags_and_versions, sizes
 from jaxinfer.engine.prepare import prepare_programs
 from jaxinfer.engine.resolve import check, resolve
 from jaxinfer.engine.runner import InFlight, Runner
@@ -33,6 +38,7 @@ from jaxinfer.metrics import EngineStats, Metrics
 from jaxinfer.models.families import load_model_config
 from jaxinfer.models.transformer import Transformer
 from jaxinfer.models.weights import load_stages, random_stages
+from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.parallel.mesh import make_meshes
 from jaxinfer.text import Tokenizer, load_tokenizer
 from jaxinfer.types import (
@@ -40,6 +46,7 @@ from jaxinfer.types import (
     FinishReason,
     Request,
     RequestError,
+    SamplingParams,
     Sequence,
     StepPlan,
     StepResult,
@@ -53,6 +60,10 @@ MAX_HOST_TIMES = 65536
 class Engine:
     """A model that serves. Not thread safe: one thread calls `add_request`, `abort` and `step`.
 
+    On several hosts each has an engine, which plans every step by itself. Host 0 tells the others each call
+    of these three before it acts on it (`follow`), so that all plan the same steps of the same requests. It
+    must be used in a `with` statement then, whose end ends the others' too.
+
     Attributes:
       config: as given. The parts' own configurations, complete, stand beside it.
       timeline: the stages of start-up and their seconds. Compiling overlaps with loading.
@@ -61,17 +72,29 @@ class Engine:
         thread that launches a program: `compute_nothing` takes it out.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, on_lost_host: Callable[[str], None] | None = None) -> None:
         """Loads and compiles everything.
 
         Args:
           config: what to run.
+          on_lost_host: as for the method of this name, from the moment when all hosts have met.
 
         Raises:
           ConfigError, CheckpointError: one line that says what is wrong.
+          HostsError: of several hosts, one that names the host which is absent, differs or failed.
         """
         check(config)
-        meshes = make_meshes(parse_mesh(config.mesh), jax.devices())
+        self._hosts = None
+        if config.hosts is not None:
+            self._hosts = Hosts(config.hosts, flags_and_versions(config), on_lost_host)
+        self._followers = self._hosts if self._hosts is not None and self._hosts.leads else None
+        try:
+            self._start(config)
+        except Exception as error:
+            self._leave(error)
+            raise
+
+    def _start(self, config: EngineConfig) -> None:
         start_s = time.monotonic()
         self.config = config
         self.metrics = Metrics()
@@ -84,8 +107,11 @@ class Engine:
         cache_dir = Path(config.cache_dir) if config.cache_dir else None
         path = resolve_model(config.model, config.revision, cache_dir)
         reader = open_checkpoint(path, config.verify)
+        mesh_config = parse_mesh(config.mesh)
+        devices = jax.devices() if self._hosts is None else devices_of_all(self._hosts, reader, mesh_config)
+        meshes = make_meshes(mesh_config, devices)
         self.model_config = load_model_config(reader, rope_scaling_override=config.rope_scaling)
-        device = jax.devices()[0]
+        device = jax.local_devices()[0]
         resolved = self._resolved = resolve(config, self.model_config, device)
         logging.info("bytes of a device, planned: %s", resolved.ledger)
         self.scheduler_config, self.cache_config = resolved.scheduler, resolved.cache
@@ -102,6 +128,8 @@ class Engine:
             self.tokenizer: Tokenizer = tokenizer.result()
             self._runner = Runner(stages, programs.result(), resolved.cache, resolved.scheduler, meshes)
         reader.close()
+        if self._hosts is not None:
+            self._hosts.agree({"tokenizer": self.tokenizer.digest(), **sizes(resolved)})
         if device.platform == "cpu":
             keep_freed_memory()
             # Takes a second, for which nobody need wait.
@@ -170,6 +198,8 @@ class Engine:
             self._completions[sequence.seq_id] = LiveCompletion(sequence, owner, self.tokenizer)
             self._next_seq_id += 1
         self._requests[request.request_id] = owner
+        if self._followers is not None:  # with the seed that was drawn
+            self._followers.tell({"add": asdict(replace(request, params=replace(params, seed=seed)))})
 
     def _check_request(self, request: Request) -> None:
         params, ids = request.params, request.prompt_token_ids
@@ -207,6 +237,8 @@ class Engine:
         for sequence in self._scheduler.abort(request_id):
             del self._completions[sequence.seq_id]
         self.metrics.observe_abort(request_id)
+        if self._followers is not None:
+            self._followers.tell({"abort": request_id})
 
     def has_unfinished(self) -> bool:
         """True while `step` has something to do."""
@@ -219,7 +251,10 @@ class Engine:
 
         Raises:
           CompiledWhileServingError: something was compiled, which `strict_shapes` forbids.
+          HostsError: another host has gone.
         """
+        if self._followers is not None:
+            self._followers.tell({"step": None})
         with self._counter.watch() as compiled:
             outputs = self._launch_and_read()
         if compiled.names:
@@ -292,6 +327,48 @@ class Engine:
         self.metrics.observe_output(output, sequence.num_prompt_tokens)
         return output
 
+    def follow(self) -> None:
+        """On a host that is not the first: does what that one's engine is told, until that one ends.
+
+        Raises:
+          HostsError: it has gone, or failed.
+        """
+        assert self._hosts is not None
+        while "end" not in (message := self._hosts.receive()):
+            match message:
+                case {"add": request}:
+                    self.add_request(request_from_dict(request))
+                case {"abort": request_id}:
+                    self.abort(request_id)
+                case {"step": _}:
+                    self.step()
+
+    def on_lost_host(self, callback: Callable[[str], None]) -> None:
+        """Calls back, from another thread, with a line that names a host that has gone; at any moment, also
+        while a step waits for it, as jax does for a minute or more.
+        """
+        if self._hosts is not None:
+            self._hosts.watch(callback)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None or self._hosts is None:
+            self._leave(error)
+            return
+        if self._followers is not None:
+            self._followers.tell({"end": None})
+        self._leave()
+        jax.distributed.shutdown()  # returns when all hosts have come here
+
+    def _leave(self, error: BaseException | None = None) -> None:
+        """Ends the links to the other hosts, where there are any."""
+        if self._hosts is not None:
+            self._hosts.leave("" if error is None else str(error) or type(error).__name__)
+
     def memory(self) -> MemoryReport:
         """The ledger, planned and measured, and what the cache holds now."""
         resolved = self._resolved
@@ -351,6 +428,14 @@ class _Totals:
         self.num_preemptions = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
+
+
+def request_from_dict(values: Mapping[str, Any]) -> Request:
+    """A request out of JSON, where keys are strings."""
+    params = dict(values["params"])
+    params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"].items()}
+    prompt = tuple(values["prompt_token_ids"])
+    return Request(**{**values, "prompt_token_ids": prompt, "params": SamplingParams(**params)})
 
 
 def _load_tokenizer(

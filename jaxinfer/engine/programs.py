@@ -35,7 +35,7 @@ from jaxinfer.memory.ledger import PROMPT_LOGPROBS_ROWS
 from jaxinfer.models.transformer import AttentionFn, Transformer, head_logits
 from jaxinfer.ops.attention import make_attention
 from jaxinfer.ops.sampling import Sampled, SamplingBatch, sample, set_counts, token_logprobs, update_counts
-from jaxinfer.parallel.mesh import num_groups, over_groups, page_sharding, row_sharding
+from jaxinfer.parallel.mesh import num_groups, over_groups, page_sharding, read_sharding, row_sharding
 from jaxinfer.types import StepPlan
 from jaxinfer_kernels import KVPages
 
@@ -280,6 +280,7 @@ def step_lowerings(
     config, stage = model.config, model.config.stage
     rows_lie = None if mesh is None else row_sharding(mesh)
     pages_lie = None if mesh is None else page_sharding(mesh)
+    read_lies = None if mesh is None else read_sharding(mesh)
     leaves, treedef = jax.tree.flatten(model)
     params = [_abstract(leaf, None if mesh is None else leaf.sharding) for leaf in leaves]
     kv_pages = _abstract(jax.eval_shape(lambda: create_kv_pages(config, cache, mesh)), pages_lie)
@@ -318,11 +319,11 @@ def step_lowerings(
     def lower_sample(size: int) -> Lowered:
         sampling = _abstract(batcher.neutral_sampling(size), rows_lie)
         args = (head(), slots, rows(size, config.hidden_size, dtype=model.dtype), rows(size), sampling)
-        return _lower(with_config(sample_step), mesh, args, out=rows_lie, donate=1)
+        return _lower(with_config(sample_step), mesh, args, out=(rows_lie, read_lies), donate=1)
 
     def lower_prompt_logprobs(size: int) -> Lowered:
         args = (head(), rows(size, config.hidden_size, dtype=model.dtype), rows(size))
-        return _lower(with_config(prompt_logprobs_step), mesh, args, out=rows_lie)
+        return _lower(with_config(prompt_logprobs_step), mesh, args, out=read_lies)
 
     def lower_set_counts() -> Lowered:
         args = (slots, rows(1), rows(1, scheduler.max_model_len), rows(1), rows(1))

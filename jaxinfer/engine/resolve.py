@@ -71,6 +71,8 @@ def check(config: EngineConfig) -> None:
       ConfigError: names the flag, its value, and what it may be.
     """
     parse_mesh(config.mesh)
+    if config.hosts is not None and config.bundle is not None:
+        raise ConfigError(f"bundle={config.bundle!r} is not supported on several hosts: leave it out")
     for name in ("dtype", "kv_cache_dtype"):
         value = getattr(config, name)
         if value not in ("auto", *DTYPES):
@@ -139,7 +141,7 @@ def resolve(
         compiled=compiled,
         backend=backend,
     )
-    total_bytes = _total_bytes(device, mesh)
+    total_bytes = _total_bytes(device, mesh, config.hosts.num_hosts if config.hosts else 1)
     budget_bytes = int(total_bytes * config.memory_utilization)
     available_pages = _available_pages(config, memory, total_bytes, budget_bytes)
     max_model_len = config.max_model_len or _longest_that_fits(config, memory, available_pages)
@@ -217,10 +219,10 @@ def _prefill_rows(config: EngineConfig, max_model_len: int, tile: int) -> int:
     return min(config.max_num_batched_tokens, padded_rows(max_model_len, tile) * config.max_num_seqs)
 
 
-def _total_bytes(device: Device, mesh: MeshConfig) -> int:
+def _total_bytes(device: Device, mesh: MeshConfig, num_hosts: int) -> int:
     """The device's memory; a CPU's devices share the host's."""
     if device.platform == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // mesh.num_devices
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * num_hosts // mesh.num_devices
     return device.memory_stats()["bytes_limit"]  # type: ignore[index]
 
 

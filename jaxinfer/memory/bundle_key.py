@@ -73,13 +73,13 @@ def bundle_key(
         "num_pages": str(cache.num_pages),
         "jax_options": " ".join(f"{name}={getattr(jax.config, name)}" for name in _JAX_OPTIONS),
         "xla_flags": config.xla_flags,
-        **_versions(device.platform),
+        **versions(device.platform),
         **(_host() if device.platform == "cpu" else {}),
         "jaxinfer": source_digest(),
     }
 
 
-def _versions(platform_name: str) -> dict[str, str]:
+def versions(platform_name: str) -> dict[str, str]:
     """Of all that compiles, and of Python, whose pickles a bundle holds."""
     found = {
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",

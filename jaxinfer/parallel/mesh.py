@@ -88,6 +88,12 @@ def row_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(DATA))
 
 
+def read_sharding(mesh: Mesh) -> NamedSharding:
+    """Of what the host reads of a step: its rows, or on a mesh of several hosts all rows everywhere."""
+    hosts = {device.process_index for device in mesh.devices.flat}
+    return row_sharding(mesh) if len(hosts) == 1 else NamedSharding(mesh, PartitionSpec())
+
+
 def page_sharding(mesh: Mesh) -> NamedSharding:
     """Of the cache: pages by group, and the rows of a page by kv head."""
     return NamedSharding(mesh, PartitionSpec(DATA, TENSOR))

@@ -6,6 +6,7 @@ BOS is decided here and nowhere else: loading settles which ids go before and af
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,11 @@ class Tokenizer:
         self._added_bytes = {i: _unescape(token.content, escape).encode() for i, token in added.items()}
         longest = max(map(len, backend.get_vocab(with_added_tokens=True)))
         self._most_chars_per_token = MAX_SHRINKING * longest
+
+    def digest(self) -> str:
+        """Equal for tokenizers that make the same text of the same ids, and end at the same ones."""
+        parts = (self._backend.to_str(), sorted(self.eos_token_ids))
+        return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
     def encode(self, text: str, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Ids of a prompt. Special tokens written in the text become their ids.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxinfer_checkpoints import CheckpointError, hub, open_checkpoint, read_config
+from jaxinfer_checkpoints import CheckpointError, fingerprint, hub, open_checkpoint, read_config
 
 
 def write_model(directory: Path) -> Path:
@@ -83,3 +83,27 @@ def test_a_configuration_needs_no_weights(tmp_path):
         read_config(tmp_path)
     with pytest.raises(CheckpointError, match="no such file"):
         read_config(tmp_path / "absent")
+
+
+def test_the_fingerprint_tells_checkpoints_apart(tmp_path):
+    """By a row of each tensor, wherever the files lie."""
+    original = {"a": np.arange(12.0).reshape(4, 3), "b": np.ones((2, 5, 3), np.float16), "c": np.ones(3)}
+
+    def fingerprint_of(name, config="{}", **changes):
+        directory = tmp_path / name
+        directory.mkdir()
+        save_file(original | changes, directory / "model.safetensors")
+        (directory / "config.json").write_text(config)
+        return fingerprint(open_checkpoint(directory))
+
+    fine_tuned = original["b"] * np.float16(1.001)
+    others = [
+        fingerprint_of("config", config='{"rope_theta": 1}'),
+        fingerprint_of("type", b=original["b"].astype(np.float32)),
+        fingerprint_of("shape", a=original["a"].reshape(3, 4)),
+        fingerprint_of("name", d=np.ones(3)),
+        fingerprint_of("values", b=fine_tuned),
+        fingerprint_of("values of a norm", c=np.array([1.0, 1.0, 2.0])),
+    ]
+    assert fingerprint_of("one") == fingerprint_of("two")
+    assert len({fingerprint_of("three"), *others}) == 7

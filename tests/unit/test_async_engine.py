@@ -171,3 +171,22 @@ def test_after_a_failure_and_after_close_nothing_is_taken() -> None:
             await healthy.submit([request("b")])
 
     run(healthy, close())
+
+
+def test_a_failure_is_heard_while_the_engine_hangs() -> None:
+    """As of another host, which the engine's thread may wait for."""
+    fake = make_engine(step_s=0.5)
+    engine = AsyncEngine(fake)
+
+    async def work() -> None:
+        stream = await engine.submit([forever("a")])
+        start_s = time.monotonic()
+        await asyncio.to_thread(engine.fail, "host 1 has gone")
+        with pytest.raises(EngineUnavailableError, match="the engine failed: host 1 has gone"):
+            async for _ in stream:
+                pass
+        assert time.monotonic() - start_s < 0.5
+        with pytest.raises(EngineUnavailableError, match="host 1 has gone"):
+            await engine.submit([request("b")])
+
+    run(engine, work())

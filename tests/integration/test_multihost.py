@@ -1,0 +1,346 @@
+"""Two processes of two CPU devices each, as two hosts: the tokens of one process, and failures by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.integration.engines import MODELS, write_byte_tokenizer
+from tests.integration.processes import ENGINE_FLAGS, TIMEOUT_S, command, environment, run
+
+pytestmark = pytest.mark.slow
+
+TINY_FLAGS = (
+    *("--max_num_seqs=4", "--max_num_batched_tokens=64", "--max_model_len=128", "--page_size=8"),
+    "--strict_shapes",
+)
+RNG = np.random.default_rng(0)
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.8, "top_p": 0.95, "seed": 7, "n": 2},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": {"65": 2.0}, "prompt_logprobs": 1},
+    {"temperature": 1.0},  # whose seed host 0 draws
+    {"temperature": 0.0, "stop": ["\u0142", "K"], "min_tokens": 2},
+)
+ROWS = [
+    {"prompt_token_ids": RNG.integers(0, 150, n).tolist(), "max_tokens": 12, "ignore_eos": True, **sampling}
+    for n in (5, 1, 33, 100)
+    for sampling in SAMPLING
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The flags of a model that compiles quickly."""
+    tokenizer = write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return (f"--model={MODELS / 'llama'}", f"--tokenizer={tokenizer}", *TINY_FLAGS)
+
+
+@pytest.fixture
+def coordinator() -> str:
+    """Two ports in a row that nobody listens on."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+            except (OSError, OverflowError):
+                continue
+            return f"127.0.0.1:{port}"
+
+
+class Host:
+    """A command as one of two hosts, with two devices. Its output is gathered while it runs."""
+
+    def __init__(self, coordinator: str, host_id: int, argv: list[str]) -> None:
+        flags = (f"--coordinator={coordinator}", "--num_hosts=2", f"--host_id={host_id}")
+        self.process = subprocess.Popen(
+            [*argv, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment(), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+        )
+        self._stdout, self.lines = [], []
+        self._threads = [
+            threading.Thread(target=_gather, args=args)
+            for args in ((self.process.stdout, self._stdout), (self.process.stderr, self.lines))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """The first line on standard error that matches."""
+        for _ in range(TIMEOUT_S * 10):
+            for line in list(self.lines):
+                if found := re.search(pattern, line):
+                    return found
+            if self.process.poll() is not None:
+                break
+            self._threads[1].join(0.1)
+        raise AssertionError(f"no {pattern!r} from a host that is {self.process.poll()}: {self.errors()}")
+
+    def end(self) -> int:
+        """Waits for it; the exit status."""
+        status = self.process.wait(TIMEOUT_S)
+        for thread in self._threads:
+            thread.join()
+        return status
+
+    def errors(self) -> str:
+        """Standard error, but for what gloo, which connects the processes, writes."""
+        return "".join(line for line in self.lines if not line.startswith("[Gloo]"))
+
+    def output(self) -> str:
+        """Standard output of a host that has ended."""
+        return "".join(self._stdout)
+
+
+def _gather(stream: IO[str], lines: list[str]) -> None:
+    with stream:
+        for line in stream:
+            lines.append(line)
+
+
+@contextmanager
+def two_hosts(
+    coordinator: str, argv_0: list[str], argv_1: list[str] | None = None
+) -> Iterator[tuple[Host, Host]]:
+    """Both run the same command unless another is given; they are killed at the end where they still run."""
+    hosts = Host(coordinator, 0, argv_0), Host(coordinator, 1, argv_1 or argv_0)
+    try:
+        yield hosts
+    finally:
+        for host in hosts:
+            host.process.kill()
+            host.end()
+
+
+def assert_one_line(host: Host, line: str) -> None:
+    assert host.end() == 1, host.errors()
+    assert re.fullmatch(f"jaxinfer: error: {line}\n", host.errors()), host.errors()
+
+
+def without_logprobs(row: Mapping[str, Any]) -> dict[str, Any]:
+    outputs = [{k: v for k, v in out.items() if "logprobs" not in k} for out in row["outputs"]]
+    return {**{k: v for k, v in row.items() if "logprobs" not in k}, "outputs": outputs}
+
+
+def all_logprobs(row: Mapping[str, Any]) -> list[float]:
+    """Every number in what a row tells of log-probabilities."""
+    found = [row.get("prompt_logprobs"), *(out.get("logprobs") for out in row["outputs"])]
+    return [float(text) for text in re.findall(r"-\d+\.\d+(?:e-\d+)?", json.dumps(found))]
+
+
+@pytest.mark.parametrize("mesh", ["2x2", "1x4", "4x1"])
+def test_the_tokens_of_one_process(
+    mesh: str, tiny: tuple[str, ...], coordinator: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    files = (f"--input={source}", f"--output={tmp_path / 'two.jsonl'}")
+    with two_hosts(coordinator, command("batch", *tiny, f"--mesh={mesh}", *files)) as hosts:
+        assert [host.end() for host in hosts] == [0, 0], [host.errors() for host in hosts]
+        assert hosts[0].errors() == f"{len(ROWS)} rows, 0 with an error, in {tmp_path / 'two.jsonl'}\n"
+        assert (hosts[1].errors(), hosts[1].output()) == ("", "")
+    assert run("batch", *tiny, files[0], f"--output={tmp_path / 'one.jsonl'}").returncode == 0
+    got, want = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+        for name in ("two", "one")
+    )
+    assert [without_logprobs(row) for row in got] == [without_logprobs(row) for row in want]
+    for row, wanted in zip(got, want, strict=True):
+        assert all_logprobs(row) == pytest.approx(all_logprobs(wanted), abs=1e-4)
+
+
+def test_the_demo(demo_path: Path, coordinator: str) -> None:
+    """Also: standard output is the answer's alone."""
+    argv = (f"--model={demo_path}", *ENGINE_FLAGS, "--temperature=0", "--max_tokens=24")
+    prompt = "--prompt=The capital of France is"
+    with two_hosts(coordinator, command("generate", *argv, "--mesh=1x4", prompt)) as hosts:
+        assert [host.end() for host in hosts] == [0, 0], [host.errors() for host in hosts]
+        assert hosts[0].output() == run("generate", *argv, prompt).stdout != ""
+        assert (hosts[1].output(), hosts[0].errors(), hosts[1].errors()) == ("", "", "")
+
+
+COUNT_READ_BYTES = """
+import sys
+from jaxinfer import generate
+from jaxinfer.engine import engine
+from jaxinfer_checkpoints.mapped import MappedFile
+load_model, touch = engine.load_model, MappedFile.touch
+def load(*args, **options):
+    read = []
+    MappedFile.touch = lambda self, num_bytes: (read.append(num_bytes), touch(self, num_bytes))[1]
+    model = load_model(*args, **options)
+    print("bytes read:", sum(read), file=sys.stderr, flush=True)
+    return model
+engine.load_model = load
+sys.exit(generate.main(sys.argv[1:]))
+"""
+
+
+def test_each_host_reads_its_own_shards(tiny: tuple[str, ...], coordinator: str) -> None:
+    """The weights are divided over the mesh, all but the norms, which every device has. The key-value heads are
+    2, one for each host, which reads it for each of its devices.
+    """
+    from jaxinfer_checkpoints import open_checkpoint
+
+    reader = open_checkpoint(MODELS / "llama")
+    sizes = {name: reader.read(name).nbytes for name in reader.tensors}
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    argv = [sys.executable, "-c", COUNT_READ_BYTES, *tiny, "--mesh=1x4", "--prompt=Hi", "--max_tokens=2"]
+    with two_hosts(coordinator, argv) as hosts:
+        assert [host.end() for host in hosts] == [0, 0], [host.errors() for host in hosts]
+        read = [int(host.wait_for(r"bytes read: (\d+)")[1]) for host in hosts]
+    kv = sum(size for name, size in sizes.items() if "k_proj" in name or "v_proj" in name)
+    assert read == [norms + (sum(sizes.values()) - norms + kv) // 2] * 2
+
+
+@contextmanager
+def serving(coordinator: str, tiny: tuple[str, ...]) -> Iterator[tuple[Host, Host, httpx.Client]]:
+    argv = command("serve", *tiny, "--mesh=2x2", "--port=0", "--served_model_name=tiny")
+    with two_hosts(coordinator, argv) as (leader, follower):
+        address = leader.wait_for(r"serving tiny at (http://\S+)")[1]
+        with httpx.Client(base_url=address, timeout=TIMEOUT_S) as client:
+            yield leader, follower, client
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "prompt": "Hello",
+        "max_tokens": 100,
+        "temperature": 0,
+        "ignore_eos": True,
+    } | changes
+
+
+def test_serving_on_two_hosts(tiny: tuple[str, ...], coordinator: str) -> None:
+    """A client that hangs up, a refused request, and a signal to both, which lets the last request end."""
+    with serving(coordinator, tiny) as (leader, follower, client):
+        alone = client.post("/v1/completions", json=body()).json()
+        assert alone["usage"]["completion_tokens"] == 100
+        with client.stream("POST", "/v1/completions", json=body(prompt="Bye", stream=True)) as response:
+            next(response.iter_lines())
+        assert client.post("/v1/completions", json=body(max_tokens=1000)).status_code == 400
+        answers: list[httpx.Response] = []
+        with client.stream("POST", "/v1/completions", json=body(stream=True)) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for host in (leader, follower):
+                host.process.send_signal(signal.SIGTERM)
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        text = "".join(event["choices"][0]["text"] for event in events)
+        assert text
+        assert alone["choices"][0]["text"].endswith(text)
+        assert answers == []
+        assert (leader.end(), follower.end()) == (0, 0)
+
+
+def test_a_follower_that_dies_ends_all_requests(tiny: tuple[str, ...], coordinator: str) -> None:
+    with serving(coordinator, tiny) as (leader, follower, client):
+        with client.stream("POST", "/v1/completions", json=body(stream=True, n=4)) as response:
+            lines = response.iter_lines()
+            next(lines)
+            follower.process.kill()
+            events = list(lines)
+        assert "the engine failed: host 1 has gone" in "".join(events)
+        assert "[DONE]" not in "".join(events)
+        assert client.get("/health").status_code == 503
+        assert client.post("/v1/completions", json=body()).status_code == 503
+        assert leader.end() == 1
+        assert leader.lines[-1] == "jaxinfer: error: host 1 has gone; its own output says why\n"
+
+
+def test_a_follower_ends_with_host_0(tiny: tuple[str, ...], coordinator: str) -> None:
+    with serving(coordinator, tiny) as (leader, follower, client):
+        assert client.post("/v1/completions", json=body()).status_code == 200
+        leader.process.kill()
+        # jax, which aborts a process that loses its coordinator, may be faster than we are.
+        assert follower.end() in (1, -signal.SIGABRT)
+        assert "host 0 has gone" in follower.errors() or "died" in follower.errors()
+
+
+def test_an_error_of_host_0_ends_the_others(tiny: tuple[str, ...], coordinator: str) -> None:
+    argv = command("generate", *tiny, "--mesh=1x4", "--prompt=Hello", "--max_tokens=1000")
+    with two_hosts(coordinator, argv) as (leader, follower):
+        message = "prompt has 5 tokens and max_tokens=1000: .*"
+        assert_one_line(leader, message)
+        assert_one_line(follower, f"host 0 failed: {message}")
+
+
+def test_a_host_that_is_absent_is_named(tiny: tuple[str, ...], coordinator: str) -> None:
+    argv = command("generate", *tiny, "--mesh=1x4", "--prompt=Hello", "--preflight_timeout_s=2")
+    port = int(coordinator.split(":")[1]) + 1
+    for host_id, line in (
+        (0, f"host 1 of 2 did not come within 2 s to 127.0.0.1 port {port}"),
+        (1, f"host 0 did not answer at 127.0.0.1 port {port} within 2 s: .*"),
+    ):
+        host = Host(coordinator, host_id, argv)
+        assert_one_line(host, line)
+        assert host.output() == ""
+
+
+OTHER_SOURCE = """
+import sys
+from jaxinfer import generate
+from jaxinfer.engine import preflight
+preflight.source_digest = lambda: "other"
+sys.exit(generate.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("what", ["flag", "version", "checkpoint", "devices"])
+def test_a_host_that_differs_is_named(
+    what: str, tiny: tuple[str, ...], coordinator: str, tmp_path: Path
+) -> None:
+    argv = ["-m", "jaxinfer.generate", *tiny, "--mesh=1x4", "--prompt=Hello"]
+    other = list(argv)
+    line = "host 1 has {}, which must be the same on all hosts"
+    if what == "flag":
+        other.append("--max_num_seqs=8")
+        line = line.format("max_num_seqs=8, not 4")
+    elif what == "version":
+        other[:2] = ["-c", OTHER_SOURCE]
+        line = line.format("jaxinfer=other, not [0-9a-f]+")
+    elif what == "checkpoint":
+        shutil.copytree(MODELS / "llama", tmp_path / "llama")
+        (weights,) = (tmp_path / "llama").glob("*.safetensors")
+        data = bytearray(weights.read_bytes())
+        data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+        weights.write_bytes(data)
+        other[2] = f"--model={tmp_path / 'llama'}"
+        line = line.format("checkpoint=[0-9a-f]+, not [0-9a-f]+")
+    else:
+        other[-2] = argv[-2] = "--mesh=1x2"
+        line = "(host 0 failed: )?mesh=1x2 has 2 devices, and the 2 hosts have 4: it must take all of them"
+    with two_hosts(coordinator, [sys.executable, *argv], [sys.executable, *other]) as hosts:
+        for host in hosts:
+            assert_one_line(host, line)
+
+
+def test_what_several_hosts_cannot_do_is_refused() -> None:
+    from jaxinfer.config import ConfigError, EngineConfig, HostsConfig
+    from jaxinfer.engine.resolve import check
+    from jaxinfer.llm import LLM
+
+    hosts = HostsConfig("127.0.0.1:1", 2, 0)
+    with pytest.raises(ConfigError, match="bundle='b' is not supported on several hosts"):
+        check(EngineConfig(model="demo", hosts=hosts, bundle="b"))
+    with pytest.raises(ConfigError, match="hosts: LLM runs on one host"):
+        LLM("demo", hosts=hosts)
