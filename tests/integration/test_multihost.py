@@ -182,22 +182,20 @@ import sys
 from jaxinfer import generate
 from jaxinfer.engine import engine
 from jaxinfer_checkpoints.mapped import MappedFile
-load_model, touch = engine.load_model, MappedFile.touch
+load_stages, touch = engine.load_stages, MappedFile.touch
 def load(*args, **options):
     read = []
     MappedFile.touch = lambda self, num_bytes: (read.append(num_bytes), touch(self, num_bytes))[1]
-    model = load_model(*args, **options)
+    stages = load_stages(*args, **options)
     print("bytes read:", sum(read), file=sys.stderr, flush=True)
-    return model
-engine.load_model = load
+    return stages
+engine.load_stages = load
 sys.exit(generate.main(sys.argv[1:]))
 """
 
 
 def test_each_host_reads_its_own_shards(tiny: tuple[str, ...], coordinator: str) -> None:
-    """The weights are divided over the mesh, all but the norms, which every device has. The key-value heads are
-    2, one for each host, which reads it for each of its devices.
-    """
+    """All weights are divided, but the norms. Of 2 key-value heads each host's two devices have one, both."""
     from jaxinfer_checkpoints import open_checkpoint
 
     reader = open_checkpoint(MODELS / "llama")
