@@ -207,7 +207,8 @@ class MemoryModel:
             if layer.moe is not None
         ]
         mlp = 3 * share.hidden_size + max([3 * share.intermediate_size, *per_moe])
-        tile = 2 * share.num_key_value_heads * decode_tile_tokens(self.page_size) * share.head_dim
+        tile_tokens = (decode_tile_tokens if self.backend == "xla" else kv_tile_tokens)(self.page_size)
+        tile = 2 * share.num_key_value_heads * tile_tokens * share.head_dim
         queries = 4 * max(share.hidden_size, share.num_attention_heads * share.head_dim)
         rows = self._num_decodes + self.max_num_batched_tokens
         handed = (2 - self.model.stage.is_first - self.model.stage.is_last) * rows * share.hidden_size * size
