@@ -102,6 +102,12 @@ def test_the_table_of_plans_is_what_plan_says(capsys: pytest.CaptureFixture[str]
         assert cells == [planned(model, *column, capsys) for column in columns], model
 
 
+def test_the_plan_with_stages_is_what_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = re.search(r"Llama-3.3-70B as two .*`--mesh=2x1x8` .* are\s(.*)\.\n", README)
+    assert figures is not None
+    assert figures[1] == planned("Llama-3.3-70B", "v5e", "2x1x8", capsys)
+
+
 @pytest.fixture
 def server() -> Iterator[Server]:
     with serving(FakeEngine(), model="demo") as live:
