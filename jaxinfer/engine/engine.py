@@ -256,7 +256,12 @@ class Engine:
         if self._followers is not None:
             self._followers.tell({"step": None})
         with self._counter.watch() as compiled:
-            outputs = self._launch_and_read()
+            try:
+                outputs = self._launch_and_read()
+            except jax.errors.JaxRuntimeError as error:
+                if self._hosts is not None and (lost := self._hosts.lost()):
+                    raise lost from error
+                raise
         if compiled.names:
             self._note_compiled(compiled.names)
         return outputs

@@ -25,6 +25,7 @@ MAX_MESSAGE_BYTES = 64 << 20  # a request of some million tokens
 HELLO_TIMEOUT_S = 5.0
 RETRY_S = 0.2
 VERDICT_MARGIN_S = 5.0  # that host 0 has to say who is missing
+NOTICE_S = 3.0  # in which a link notices that its other end is gone
 LEAVING_S = 3.0  # that the others have to end before a host 0 that failed
 # Of a host that is gone without a word: probes after 10 s, and the end after 20 s more.
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
@@ -136,6 +137,7 @@ class Hosts:
         self._links: dict[int, Link] = {}
         self._watchers = [] if on_gone is None else [on_gone]
         self._lost: HostsError | None = None
+        self._is_lost = threading.Event()
         self._meet({**facts, "num_hosts": str(config.num_hosts)})
         for link in self._links.values():
             link.on_gone = self._on_gone
@@ -185,11 +187,17 @@ class Hosts:
         """
         self._watchers.append(on_gone)
 
+    def lost(self) -> HostsError | None:
+        """That another host has gone, which the network may tell jax's collectives a moment earlier."""
+        self._is_lost.wait(NOTICE_S)
+        return self._lost
+
     def _on_gone(self, error: HostsError) -> None:
         # Nothing is new where this host has left, or another goes because of the first.
         if not self._links or self._lost is not None:
             return
         self._lost = error
+        self._is_lost.set()
         if self.leads:
             self._send_all({"failed": str(error)})
         for on_gone in self._watchers:
