@@ -244,13 +244,17 @@ def _hosts(values: Any) -> HostsConfig | None:
     coordinator, num_hosts, host_id = values.coordinator, values.num_hosts, values.host_id
     try:
         if coordinator == "auto":
+            if host_id is not None:
+                raise UsageError(f"flag --host_id={host_id}: --coordinator=auto finds it; leave it out")
             hosts = find_hosts(os.environ, num_hosts)
         elif None not in (coordinator, num_hosts, host_id):
             hosts = HostsConfig(coordinator, num_hosts, host_id)
-        elif coordinator is num_hosts is host_id is None:
+        elif coordinator is num_hosts is host_id is None and not values["preflight_timeout_s"].present:
             return None
         else:
-            raise UsageError("flags --coordinator, --num_hosts and --host_id go together")
+            raise UsageError(
+                "flags --coordinator, --num_hosts and --host_id go together; --preflight_timeout_s needs them"
+            )
     except ConfigError as error:
         raise UsageError(f"flag --{error}") from error
     return hosts and replace(hosts, preflight_timeout_s=float(values.preflight_timeout_s))

@@ -60,9 +60,9 @@ MAX_HOST_TIMES = 65536
 class Engine:
     """A model that serves. Not thread safe: one thread calls `add_request`, `abort` and `step`.
 
-    On several hosts each has an engine, which plans every step by itself. Host 0 tells the others each call
-    of these three before it acts on it (`follow`), so that all plan the same steps of the same requests. It
-    must be used in a `with` statement then, whose end ends the others' too.
+    On several hosts each has an engine, which plans every step by itself. Host 0 tells the others each of
+    these three calls that it takes, and they make the same (`follow`), so that all plan the same steps. An
+    engine must be used in a `with` statement then, whose end on host 0 ends the others.
 
     Attributes:
       config: as given. The parts' own configurations, complete, stand beside it.

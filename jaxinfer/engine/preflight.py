@@ -10,7 +10,7 @@ import jax
 from jaxinfer.config import ConfigError, EngineConfig, MeshConfig
 from jaxinfer.engine.resolve import ResolvedConfig
 from jaxinfer.memory.bundle_key import source_digest, versions
-from jaxinfer.parallel.hosts import Hosts
+from jaxinfer.parallel.hosts import Hosts, HostsError
 from jaxinfer_checkpoints import CheckpointReader, fingerprint
 
 # Where things lie may differ, and a checkpoint is known by its fingerprint.
@@ -44,13 +44,16 @@ def devices_of_all(hosts: Hosts, reader: CheckpointReader, mesh: MeshConfig) -> 
     config = hosts.config
     hosts.agree({"checkpoint": fingerprint(reader)})
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
-    jax.distributed.initialize(
-        config.coordinator,
-        config.num_hosts,
-        config.host_id,
-        # Nothing is left to detect, and jax would give each of Slurm's tasks one GPU alone.
-        cluster_detection_method="deactivate",
-    )
+    try:
+        jax.distributed.initialize(
+            config.coordinator,
+            config.num_hosts,
+            config.host_id,
+            # Nothing is left to detect, and jax would give each of Slurm's tasks one GPU alone.
+            cluster_detection_method="deactivate",
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise HostsError(f"jax cannot connect the hosts at {config.coordinator}: {error}") from error
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     hosts.agree({"devices": str(len(devices))})  # none may fail while another still looks for the devices
     if len(devices) != mesh.num_devices:

@@ -192,6 +192,15 @@ class Hosts:
         self._is_lost.wait(NOTICE_S)
         return self._lost
 
+    def leave(self, failure: str = "") -> None:
+        """Ends the links. `failure` is why, where this host failed; the others then say it too."""
+        if failure:
+            self._send_all({"failed": f"host {self.config.host_id} failed: {failure}"})
+        links, self._links = self._links, {}
+        for link in links.values():
+            # Where jax loses its coordinator it aborts the process: host 0 goes last.
+            link.close(LEAVING_S if failure and self.leads else 0.0)
+
     def _on_gone(self, error: HostsError) -> None:
         # Nothing is new where this host has left, or another goes because of the first.
         if not self._links or self._lost is not None:
@@ -208,15 +217,6 @@ class Hosts:
         for link in self._links.values():
             with contextlib.suppress(HostsError):
                 link.send(message)
-
-    def leave(self, failure: str = "") -> None:
-        """Ends the links. `failure` is why, where this host failed; the others then say it too."""
-        if failure:
-            self._send_all({"failed": f"host {self.config.host_id} failed: {failure}"})
-        links, self._links = self._links, {}
-        for link in links.values():
-            # Where jax loses its coordinator it aborts the process: host 0 goes last.
-            link.close(LEAVING_S if failure and self.leads else 0.0)
 
     def _meet(self, facts: Facts) -> None:
         config = self.config
