@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""What the attention kernels move and compute, counted without an accelerator: a table, and JSON.
+"""What the TPU's attention kernels move and compute, counted without an accelerator: a table, and JSON.
 
-For the TPU, at Llama-3.1-8B's and Qwen3-32B's shapes:
+At Llama-3.1-8B's and Qwen3-32B's shapes:
 
-- bytes that decode's copies move, over the bytes of the pages in use;
-- FLOPs that prefill issues, over those that are needed, at chunks of 512 up to a context of 8k;
-- bundles, about cycles, of the loop over blocks that the chip's compiler scheduled, against the cycles
-  that a block's bytes take at the chip's bandwidth; beside the jax wheel's ragged_paged_attention.
+- bytes: those that decode's copies move, over the bytes of the pages in use;
+- flops: those that prefill issues, over those that are needed, in chunks of 512 up to a context of 8k;
+- cycles: of decode with 64 sequences of 4k, about the bundles of the loop over blocks that the chip's
+  compiler scheduled, against the cycles that the pages' bytes take at the chip's bandwidth; beside the jax
+  wheel's ragged_paged_attention. A loop in that loop, such as the one that starts copies, counts once.
 
 The first two run the kernels interpreted, on as few heads and sequences as show the ratio. The last needs
 libtpu. `--only=bytes,flops,cycles` runs a part; `--json_out=FILE` writes the rows.
@@ -23,22 +24,38 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer_kernels import AttentionMetadata, KVPages, QueryTiles, create_kv_pages
+from jaxinfer_kernels import (
+    AttentionMetadata,
+    KVPages,
+    QueryTiles,
+    create_kv_pages,
+    kv_pages_shape,
+    paged_attention,
+    prefill_tile_tokens,
+)
 from jaxinfer_kernels.specs import ATTENTION_SPECS, AttentionSpec
-from jaxinfer_kernels.tpu import attention, attention_decode, attention_pipeline, attention_prefill
+from jaxinfer_kernels.tpu import attention_pipeline, attention_prefill
+
+Row = dict[str, Any]
 
 SPECS = {spec.name: spec for spec in ATTENTION_SPECS}
 SHAPES = ("llama-3.1-8b", "qwen3-32b")
 PAGE, CONTEXT, SEQUENCES, CHUNK = 128, 4096, 64, 512
+WINDOWS = (None, 4096, 1024, 512)  # of Mistral, Gemma 3 and its smallest sizes
 CHIPS = {"v5e": (819e9, 1.5e9), "v6e": (1640e9, 1.75e9)}  # bytes a second, cycles a second (cloud.google.com)
+WHEEL_PAGES, WHEEL_QUERIES = 8, 32  # a block, as the wheel's own table has for 32 heads on 8 on both chips
 
 
 # --- Counted in the interpreted kernels -----------------------------------------------------------
@@ -47,75 +64,74 @@ CHIPS = {"v5e": (819e9, 1.5e9), "v6e": (1640e9, 1.75e9)}  # bytes a second, cycl
 class Counted:
     """A copy that counts its bytes whenever it is started."""
 
-    def __init__(self, copy: Any, size: int, counts: dict[str, int]) -> None:
-        self._copy, self._size, self._counts = copy, size, counts
+    def __init__(self, copy: Any, size: int, counted: list[int]) -> None:
+        self._copy, self._size, self._counted = copy, size, counted
 
     def start(self) -> None:
-        jax.debug.callback(self._add)
+        jax.debug.callback(lambda: self._counted.append(self._size))
         self._copy.start()
 
     def wait(self) -> None:
         self._copy.wait()
 
-    def _add(self) -> None:
-        self._counts["bytes"] += self._size
-
 
 @contextmanager
-def counting() -> Iterator[dict[str, int]]:
-    """Counts the bytes of copies and the FLOPs of products in kernels that are traced and run inside."""
-    counts = {"bytes": 0, "flops": 0}
-    make_copy, matmul = pltpu.make_async_copy, attention_prefill.matmul
+def counting_bytes() -> Iterator[list[int]]:
+    """The bytes of each copy that a kernel starts which is traced and run inside."""
+    make_copy, counted = pltpu.make_async_copy, []
 
-    def counted_copy(src: Any, dst: Any, sem: Any) -> Counted:
-        return Counted(make_copy(src, dst, sem), int(np.prod(src.shape)) * src.dtype.itemsize, counts)
+    def counting_copy(src: Any, dst: Any, sem: Any) -> Counted:
+        return Counted(make_copy(src, dst, sem), int(np.prod(src.shape)) * src.dtype.itemsize, counted)
 
-    def counted_matmul(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-        out = matmul(a, b, contracted)
-        flops = 2 * out.size * a.shape[contracted[0]]
-        jax.debug.callback(lambda: counts.__setitem__("flops", counts["flops"] + flops))
-        return out
-
-    modules = (attention_decode, attention_prefill, attention_pipeline)
-    pltpu.make_async_copy = counted_copy
-    for module in modules:
-        module.matmul = counted_matmul
+    pltpu.make_async_copy = counting_copy
     try:
-        yield counts
+        yield counted
         jax.effects_barrier()
     finally:
         pltpu.make_async_copy = make_copy
+
+
+@contextmanager
+def counting_flops() -> Iterator[list[int]]:
+    """The FLOPs of each product of a kernel that is traced and run inside; products give zeros."""
+    modules, counted = (attention_pipeline, attention_prefill), []
+    matmul = attention_pipeline.matmul
+
+    def counting_matmul(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+        rows, depth = a.shape if contracted[0] else a.shape[::-1]
+        columns = b.size // depth
+        jax.debug.callback(lambda: counted.append(2 * rows * depth * columns))
+        return jnp.zeros((rows, columns), jnp.float32)
+
+    for module in modules:
+        module.matmul = counting_matmul
+    try:
+        yield counted
+        jax.effects_barrier()
+    finally:
         for module in modules:
             module.matmul = matmul
 
 
-def attend(spec: AttentionSpec, metadata: AttentionMetadata, pages: KVPages, dtype: str) -> None:
-    rows = metadata.kv_write_index.shape[0]
-    q, k, v = (
-        jnp.ones((rows, n, spec.head_dim), dtype)
-        for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-    )
-    step = jax.jit(
-        lambda *args: attention.paged_attention(
-            *args,
-            None,
+def attention_step(spec: AttentionSpec) -> Any:
+    """A compiled function of metadata and pages, for queries of ones, that interprets the kernels."""
+
+    def step(metadata: AttentionMetadata, pages: KVPages) -> KVPages:
+        rows = metadata.kv_write_index.shape[0]
+        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        q, k, v = (jnp.ones((rows, n, spec.head_dim), "bfloat16") for n in heads)
+        return paged_attention(
+            *(q, k, v, pages, metadata),
             scale=1.0,
             sliding_window=spec.sliding_window,
-            attention_chunk=spec.attention_chunk,
-            soft_cap=None,
-            return_lse=False,
+            backend="tpu",
             interpret=True,
-        )
-    )
-    jax.block_until_ready(step(q, k, v, pages, metadata))
+        )[1]
+
+    return jax.jit(step)
 
 
-def shard(spec: AttentionSpec, window: int | None = None) -> AttentionSpec:
-    """One kv head of it: ratios are a head's."""
-    return AttentionSpec(spec.name, spec.num_heads // spec.num_kv_heads, 1, spec.head_dim, window)
-
-
-def decode_bytes(name: str) -> dict[str, Any]:
+def decode_bytes(name: str) -> Row:
     """Sequences of 4k, and of whatever length, of which the last page is in use in part."""
     spec, lens = SPECS[name], np.array([CONTEXT, CONTEXT - 77, CONTEXT // 2 + 1])
     spec = AttentionSpec(name, spec.num_heads // spec.num_kv_heads * 2, 2, spec.head_dim)
@@ -124,34 +140,35 @@ def decode_bytes(name: str) -> dict[str, Any]:
     table = 1 + np.arange(len(lens) * width, dtype=np.int32).reshape(len(lens), width)
     ints = [jnp.asarray(x, jnp.int32) for x in (lens - 1, lens)]
     metadata = AttentionMetadata(ints[0], QueryTiles(jnp.asarray(table), *ints), None)
-    with counting() as counts:
-        attend(spec, metadata, pages, "bfloat16")
+    with counting_bytes() as counted:
+        attention_step(spec)(metadata, pages)
     used = int((-(-lens // PAGE)).sum()) * pages.data[0].nbytes
     row = len(lens) * spec.head_dim * 2
-    blocks = 2 * spec.num_heads * row + 2 * 2 * row * 2 + 2 * table.nbytes  # q, out; new K, V as f32; tables
-    return dict(what="decode bytes moved / in use", shape=name, value=(counts["bytes"] + blocks) / used)
+    # What the grid brings by itself: queries and outputs, new K and V as f32, each table twice.
+    blocks = 2 * spec.num_heads * row + 2 * 2 * row * 2 + 2 * table.nbytes
+    return dict(
+        what="decode: bytes moved / in use", shape=name, value=(sum(counted) + blocks) / used, limit=1.05
+    )
 
 
-def prefill_flops(name: str, window: int | None) -> dict[str, Any]:
-    """All chunks of a prompt of 8k. The interpreter runs the loops; how many blocks they pass is counted."""
-    spec = shard(SPECS[name], window)
-    context, tile = 8192, 128
+def prefill_flops(name: str, window: int | None) -> Row:
+    """All chunks of a prompt of 8k, with one kv head: ratios are a head's."""
+    spec = SPECS[name]
+    spec = AttentionSpec(name, spec.num_heads // spec.num_kv_heads, 1, spec.head_dim, window)
+    context, tile = 8192, prefill_tile_tokens("tpu")
     pages = create_kv_pages(context // PAGE + 1, PAGE, 1, spec.head_dim, "bfloat16", "tpu")
     table = jnp.arange(1, context // PAGE + 1, dtype=jnp.int32)[None]
-    issued = needed = 0
-    for start in range(0, context, CHUNK):
-        starts = jnp.arange(start, start + CHUNK, tile, dtype=jnp.int32)
-        tables = jnp.tile(table, (len(starts), 1))
-        rows = jnp.arange(start, start + CHUNK, dtype=jnp.int32)
-        metadata = AttentionMetadata(rows, None, QueryTiles(tables, starts, starts + tile))
-        with counting() as counts:
-            attend(spec, metadata, pages, "bfloat16")
-        issued += counts["flops"]
-        seen = np.arange(start, start + CHUNK) + 1
-        seen = seen if window is None else np.minimum(seen, window)
-        needed += int(4 * seen.sum() * spec.num_heads * spec.head_dim)
-    what = "prefill FLOPs issued / needed" + ("" if window is None else f", window {window}")
-    return dict(what=what, shape=name, value=issued / needed)
+    tables = jnp.tile(table, (CHUNK // tile, 1))
+    with counting_flops() as counted:
+        step = attention_step(spec)
+        for start in range(0, context, CHUNK):
+            starts = jnp.arange(start, start + CHUNK, tile, dtype=jnp.int32)
+            rows = jnp.arange(start, start + CHUNK, dtype=jnp.int32)
+            pages = step(AttentionMetadata(rows, None, QueryTiles(tables, starts, starts + tile)), pages)
+    seen = np.minimum(np.arange(context) + 1, window or context)
+    needed = 4 * int(seen.sum()) * spec.num_heads * spec.head_dim
+    what = "prefill: FLOPs issued / needed" + ("" if window is None else f", window {window}")
+    return dict(what=what, shape=name, value=sum(counted) / needed, limit=1.15)
 
 
 # --- From the chip's compiler ---------------------------------------------------------------------
@@ -159,10 +176,6 @@ def prefill_flops(name: str, window: int | None) -> dict[str, Any]:
 
 def compile_decode(chip: str, name: str, kernel: str) -> None:
     """In a process of its own, whose environment has the compiler dump what it schedules."""
-    from jax.experimental import topologies
-    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
     spec, width = SPECS[name], CONTEXT // PAGE
     topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{chip}:2x2")
     mesh = Mesh(np.array(topology.devices[:1]), ("x",))
@@ -175,85 +188,86 @@ def compile_decode(chip: str, name: str, kernel: str) -> None:
         return array(*shape, dtype="int32")
 
     q, k = (array(SEQUENCES, n, spec.head_dim) for n in (spec.num_heads, spec.num_kv_heads))
-    pages = SEQUENCES * width + 1
-    if kernel == "wheel":
-        pool = array(pages, PAGE, 2 * spec.num_kv_heads, spec.head_dim)
-        step = lambda *args: ragged_paged_attention(  # noqa: E731
-            *args, num_kv_pages_per_block=WHEEL_PAGES, num_queries_per_block=32, vmem_limit_bytes=64 << 20
-        )
-        tables = (ints(SEQUENCES), ints(SEQUENCES, width), ints(SEQUENCES + 1), ints(1))
-        jax.jit(step).lower(q, pool, *tables).compile()
-        return
-    pool = jax.eval_shape(lambda: create_kv_pages(pages, PAGE, *k.shape[1:], "bfloat16", "tpu"))
-    metadata = AttentionMetadata(
-        ints(SEQUENCES), QueryTiles(ints(SEQUENCES, width), ints(SEQUENCES), ints(SEQUENCES)), None
-    )
-    step = lambda *args: attention.paged_attention(  # noqa: E731
-        *args,
-        None,
-        scale=1.0,
-        sliding_window=None,
-        attention_chunk=None,
-        soft_cap=None,
-        return_lse=False,
-        interpret=False,
-    )
-    kv_pages = KVPages(array(*pool.data.shape), None)
-    jax.jit(step, donate_argnums=3).lower(q, k, k, kv_pages, metadata).compile()
-
-
-WHEEL_PAGES = 8  # with 32 queries a block: of the wheel's own tuned sizes for 32 heads and 8 kv heads
+    num_pages = SEQUENCES * width + 1
+    with jax.set_mesh(mesh):  # both ask which chip it is
+        if kernel == "wheel":
+            pool = array(num_pages, PAGE, 2 * spec.num_kv_heads, spec.head_dim)
+            step = partial(
+                ragged_paged_attention,
+                num_kv_pages_per_block=WHEEL_PAGES,
+                num_queries_per_block=WHEEL_QUERIES,
+                vmem_limit_bytes=64 << 20,
+            )
+            tables = (ints(SEQUENCES), ints(SEQUENCES, width), ints(SEQUENCES + 1), ints(1))
+            jax.jit(step).lower(q, pool, *tables).compile()
+            return
+        shape = kv_pages_shape(num_pages, PAGE, spec.num_kv_heads, spec.head_dim, "tpu")
+        tiles = QueryTiles(ints(SEQUENCES, width), ints(SEQUENCES), ints(SEQUENCES))
+        metadata = AttentionMetadata(ints(SEQUENCES), tiles, None)
+        step = partial(paged_attention, scale=1.0, backend="tpu")
+        args = (q, k, k, KVPages(array(*shape), None), metadata)
+        jax.jit(step, donate_argnums=3).lower(*args).compile()
 
 
 def block_loop(listing: str) -> int:
-    """Bundles of the innermost loop that holds all products, what it calls counted once."""
-    loops: list[list[int]] = []  # depth, bundles, products
+    """Bundles of the innermost loop that holds all products and waits for copies.
+
+    A line of a listing is a bundle; `LB` marks the first of a loop's body and `>`s its depth.
+    """
+    loops: list[list[int]] = []  # each with depth, bundles, products, waits
     found: list[list[int]] = []
     for line in listing.splitlines():
         match = re.match(r"\s*0x[0-9a-f]+\s*(\w\w)?\s*:\s*(>*)\s*\{(.*)", line)
         if not match:
             continue
-        label, depth, code = match[1], len(match[2]), match[3]
-        if depth or code.strip() != "}":
+        label, depth, code = match[1], len(match[2]), match[3].lstrip()
+        if depth or not code.startswith("}"):  # an empty bundle has no depth
             while loops and (depth < loops[-1][0] or (label == "LB" and depth == loops[-1][0])):
                 found.append(loops.pop())
             if label == "LB":
-                loops.append([depth, 0, 0])
+                loops.append([depth, 0, 0, 0])
         for loop in loops:
             loop[1] += 1
             loop[2] += code.count("vmatmul")
+            loop[3] += code.count("dma.done.wait")
     found += loops
-    most = max(loop[2] for loop in found)
-    return min(loop[1] for loop in found if loop[2] == most)
+    most = max(products for _, _, products, _ in found)
+    return min(bundles for _, bundles, products, waits in found if products == most and waits)
 
 
-def decode_cycles(chip: str, name: str, kernel: str) -> dict[str, Any]:
+def decode_cycles(chip: str, name: str, kernel: str) -> Row:
+    """Of all blocks together, in a compilation of its own."""
     spec = SPECS[name]
     with tempfile.TemporaryDirectory() as directory:
-        flags = f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true"
         environment = dict(
-            LIBTPU_INIT_ARGS=flags,
+            LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true",
             TPU_SKIP_MDS_QUERY="1",
             ALLOW_MULTIPLE_LIBTPU_LOAD="1",
             JAX_PLATFORMS="cpu",
+            JAX_ENABLE_COMPILATION_CACHE="false",
         )
-        subprocess.run(
+        result = subprocess.run(
             [sys.executable, __file__, f"--compile={chip},{name},{kernel}"],
             env={**os.environ, **environment},
-            check=True,
-            stderr=subprocess.DEVNULL,
+            check=False,
+            capture_output=True,
+            text=True,
         )
+        if result.returncode:
+            sys.exit(f"{chip}, {name}, {kernel} does not compile:\n{result.stderr[-3000:]}")
         listings = [
             path
             for path in Path(directory).glob("*paged_attention*final_bundles.txt")
             if "schedule" not in path.name
         ]
         bundles = block_loop(listings[0].read_text())
-    tokens = 512 if kernel == "ours" else WHEEL_PAGES * PAGE
+    fetched = 512 if kernel == "ours" else WHEEL_PAGES * PAGE
+    cycles = bundles * SEQUENCES * CONTEXT // fetched
     bandwidth, clock = CHIPS[chip]
-    memory = tokens * spec.num_kv_heads * 2 * spec.head_dim * 2 / bandwidth * clock
-    what = f"decode cycles of a block / of its bytes, {chip}, {kernel} ({bundles} for {tokens} tokens)"
-    return dict(what=what, shape=name, value=bundles / memory)
+    size = SEQUENCES * CONTEXT * spec.num_kv_heads * 2 * spec.head_dim * 2
+    memory = round(size / bandwidth * clock)
+    what = f"decode, {chip}, {kernel}: {cycles} cycles / {memory} for the bytes"
+    return dict(what=what, shape=name, value=cycles / memory, limit=1.0, cycles=cycles, memory_cycles=memory)
 
 
 def main() -> None:
@@ -272,11 +286,11 @@ def main() -> None:
         if "bytes" in parts:
             rows.append(decode_bytes(name))
         if "flops" in parts:
-            rows += [prefill_flops(name, window) for window in (None, 1024, 4096)]
+            rows += [prefill_flops(name, window) for window in WINDOWS]
         if "cycles" in parts:
             rows += [decode_cycles(chip, name, kernel) for chip in CHIPS for kernel in ("ours", "wheel")]
     for row in rows:
-        print(f"{row['shape']:14} {row['what']:80} {row['value']:.3f}")
+        print(f"{row['shape']:14} {row['what']:66} {row['value']:6.3f}  (at most {row['limit']})")
     if args.json_out:
         args.json_out.write_text(json.dumps(rows, indent=1))
 

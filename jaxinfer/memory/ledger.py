@@ -15,7 +15,7 @@ from jaxinfer.config import ConfigError, ModelConfig
 from jaxinfer.memory.parameters import itemsize, parameter_bytes, parameters
 from jaxinfer.parallel.layout import device_share
 from jaxinfer.parallel.stages import stage_models
-from jaxinfer_kernels import Backend, decode_tile_tokens, kv_pages_shape, kv_tile_tokens
+from jaxinfer_kernels import Backend, decode_tile_tokens, kv_pages_shape, kv_scales_shape, kv_tile_tokens
 from jaxinfer_kernels.layout import QUANTIZED_DTYPES
 
 PROMPT_LOGPROBS_ROWS = 32  # of a prompt, whose logits are there at once; divides every prefill tile
@@ -182,7 +182,9 @@ class MemoryModel:
         heads = self.share.num_key_value_heads
         shape = kv_pages_shape(1, self.page_size, heads, self.model.head_dim, self.backend)
         data = math.prod(shape) * itemsize(self.kv_dtype)
-        scales = 2 * heads * self.page_size * 4 if self.kv_dtype in QUANTIZED_DTYPES else 0
+        scales = 0
+        if self.kv_dtype in QUANTIZED_DTYPES:
+            scales = math.prod(kv_scales_shape(1, self.page_size, heads, self.backend)) * 4
         return (data + scales) * self.model.num_hidden_layers
 
     @property

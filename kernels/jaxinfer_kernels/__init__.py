@@ -10,6 +10,7 @@ from jaxinfer_kernels.layout import (
     create_mla_pages,
     decode_tile_tokens,
     kv_pages_shape,
+    kv_scales_shape,
     kv_tile_tokens,
     prefill_tile_tokens,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "decode_tile_tokens",
     "grouped_matmul",
     "kv_pages_shape",
+    "kv_scales_shape",
     "kv_tile_tokens",
     "mla_paged_attention",
     "paged_attention",

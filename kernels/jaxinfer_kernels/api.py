@@ -11,10 +11,11 @@ import jax
 from jaxinfer_kernels import xla
 from jaxinfer_kernels.checks import (
     check_backend,
+    check_kv_scales,
     check_mla_paged_attention,
     check_paged_attention,
 )
-from jaxinfer_kernels.layout import AttentionMetadata, Backend, KVPages, kv_pages_shape
+from jaxinfer_kernels.layout import AttentionMetadata, Backend, KVPages, kv_pages_shape, mla_pages_shape
 
 
 def _tpu_paged_attention(*args: Any, **options: Any) -> Any:
@@ -22,6 +23,12 @@ def _tpu_paged_attention(*args: Any, **options: Any) -> Any:
     from jaxinfer_kernels.tpu.attention import paged_attention
 
     return paged_attention(*args, **options)
+
+
+def _tpu_mla_paged_attention(*args: Any, **options: Any) -> Any:
+    from jaxinfer_kernels.tpu.attention import mla_paged_attention
+
+    return mla_paged_attention(*args, **options)
 
 
 def _gpu_paged_attention(*args: Any, **options: Any) -> Any:
@@ -37,6 +44,10 @@ _PAGED_ATTENTION: Mapping[Backend, Callable[..., Any]] = {
     "tpu": _tpu_paged_attention,
     "gpu": _gpu_paged_attention,
     "xla": xla.paged_attention,
+}
+_MLA_PAGED_ATTENTION: Mapping[Backend, Callable[..., Any]] = {
+    "tpu": _tpu_mla_paged_attention,
+    "xla": xla.mla_paged_attention,
 }
 
 # What the platform that is lowered for runs with backend="auto"; any other runs xla.
@@ -146,6 +157,7 @@ def paged_attention(
     for name, function in _PAGED_ATTENTION.items():
         layout = kv_pages_shape(num_pages, page_size, num_kv_heads, head_dim, name)
         if backend in ("auto", name) and layout == kv_pages.data.shape:
+            check_kv_scales(kv_pages, num_kv_heads, name)
             options = {} if name == "xla" else {"interpret": interpret}
             if name == "tpu":
                 options["return_lse"] = return_lse
@@ -176,6 +188,7 @@ def mla_paged_attention(
     *,
     scale: float,
     backend: Backend | Literal["auto"] = "auto",
+    interpret: bool = False,
 ) -> tuple[jax.Array, KVPages]:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) with its projections absorbed.
 
@@ -192,7 +205,8 @@ def mla_paged_attention(
       kv_pages: of `create_mla_pages`, donated by the caller so that it is written in place.
       metadata: as for `paged_attention`.
       scale: multiplies the logits.
-      backend: "auto" is xla, the only one so far.
+      backend: tpu, xla or "auto", as for `paged_attention`.
+      interpret: runs the tpu kernel, asked for by name, by interpretation on the CPU.
 
     Returns:
       [T, N, R] outputs in the latent space, in q_latent's dtype, and the pages.
@@ -201,8 +215,19 @@ def mla_paged_attention(
       ValueError: an argument does not fit, by its name.
     """
     check_mla_paged_attention(q_latent, q_rope, latent, k_rope, kv_pages, metadata)
-    check_backend("mla_paged_attention", ("xla",), backend, interpret=False)
-    return xla.mla_paged_attention(q_latent, q_rope, latent, k_rope, kv_pages, metadata, scale=scale)
+    check_backend("mla_paged_attention", tuple(_MLA_PAGED_ATTENTION), backend, interpret)
+    sizes = (kv_pages.data.shape[0], kv_pages.page_size, latent.shape[1], k_rope.shape[1])
+    fitting = {
+        name: partial(function, scale=scale, **({} if name == "xla" else {"interpret": interpret}))
+        for name, function in _MLA_PAGED_ATTENTION.items()
+        if backend in ("auto", name) and kv_pages.data.shape == mla_pages_shape(*sizes, name)
+    }
+    if not fitting:
+        raise ValueError(
+            f"kv_pages.data{kv_pages.data.shape} is not in the layout of backend={backend!r}: see "
+            f"mla_pages_shape{(*sizes, backend)}"
+        )
+    return _run(fitting, q_latent, q_rope, latent, k_rope, kv_pages, metadata)
 
 
 def _run(implementations: Mapping[Backend, Callable[..., Any]], *args: Any) -> Any:

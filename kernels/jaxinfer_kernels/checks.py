@@ -14,6 +14,7 @@ from jaxinfer_kernels.layout import (
     Backend,
     KVPages,
     QueryTiles,
+    kv_scales_shape,
     kv_tile_tokens,
 )
 
@@ -37,7 +38,7 @@ def check_paged_attention(
         raise ValueError(f"q{q.shape} must have a multiple of k's heads, k{k.shape}")
     if q.dtype != k.dtype or q.dtype != v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q ({q.dtype}), k ({k.dtype}) and v ({v.dtype}) must have one float dtype")
-    check_kv_pages(kv_pages, num_rows=2 * k.shape[1])
+    check_kv_pages(kv_pages)
     check_metadata(metadata, q.shape[0], kv_pages.page_size)
     positives = {"sliding_window": sliding_window, "attention_chunk": attention_chunk, "soft_cap": soft_cap}
     check_positive(positives)
@@ -66,14 +67,10 @@ def check_mla_paged_attention(
     dtypes = {x.dtype for x in (q_latent, q_rope, latent, k_rope)}
     if len(dtypes) > 1 or not jnp.issubdtype(q_latent.dtype, jnp.floating):
         raise ValueError(f"q_latent, q_rope, latent and k_rope must have one float dtype, not {dtypes}")
-    num_pages, page_size = kv_pages.data.shape[0], kv_pages.page_size
-    shape = (num_pages, 1, page_size, latent.shape[1] + k_rope.shape[1])
-    if kv_pages.data.shape != shape:
-        raise ValueError(f"kv_pages.data{kv_pages.data.shape} must be {shape}")
     if kv_pages.dtype.name not in KV_DTYPES or kv_pages.dtype.name in QUANTIZED_DTYPES:
         raise ValueError(f"kv_pages.data ({kv_pages.dtype}) must hold float32, bfloat16 or float16")
-    check_kv_pages(kv_pages, num_rows=1)
-    check_metadata(metadata, q_latent.shape[0], page_size)
+    check_kv_pages(kv_pages)
+    check_metadata(metadata, q_latent.shape[0], kv_pages.page_size)
 
 
 def check_backend(op: str, implemented: tuple[Backend, ...], backend: str, interpret: bool) -> None:
@@ -92,8 +89,8 @@ def check_positive(values: Mapping[str, float | None]) -> None:
             raise ValueError(f"{name}={value} must be above 0, or None")
 
 
-def check_kv_pages(kv_pages: KVPages, *, num_rows: int) -> None:
-    """Raises ValueError where the pages' dtype, page size or scales do not fit."""
+def check_kv_pages(kv_pages: KVPages) -> None:
+    """Raises ValueError where the pages' dtype, page size or scales do not fit. Shapes are apart."""
     if kv_pages.dtype.name not in KV_DTYPES:
         raise ValueError(f"kv_pages.data ({kv_pages.data.dtype}) must hold one of {', '.join(KV_DTYPES)}")
     kv_tile_tokens(kv_pages.page_size)
@@ -102,10 +99,16 @@ def check_kv_pages(kv_pages: KVPages, *, num_rows: int) -> None:
         if scales is not None:
             raise ValueError(f"kv_pages.scales must be None where kv_pages.data is {kv_pages.dtype}")
         return
-    shape = (kv_pages.data.shape[0], num_rows, kv_pages.page_size)
-    if scales is None or scales.shape != shape or scales.dtype != jnp.float32:
-        got = "None" if scales is None else f"{scales.shape} ({scales.dtype})"
-        raise ValueError(f"kv_pages.scales is {got} and must be {shape} (float32) for {kv_pages.dtype}")
+    if scales is None or scales.dtype != jnp.float32:
+        got = None if scales is None else scales.dtype
+        raise ValueError(f"kv_pages.scales is {got} and must be float32 for {kv_pages.dtype}")
+
+
+def check_kv_scales(kv_pages: KVPages, num_kv_heads: int, backend: Backend) -> None:
+    """Raises ValueError where there are scales, and not in the backend's layout."""
+    shape = kv_scales_shape(kv_pages.data.shape[0], kv_pages.page_size, num_kv_heads, backend)
+    if kv_pages.scales is not None and kv_pages.scales.shape != shape:
+        raise ValueError(f"kv_pages.scales{kv_pages.scales.shape} must be {shape} with backend={backend!r}")
 
 
 def check_metadata(metadata: AttentionMetadata, num_tokens: int, page_size: int) -> None:

@@ -38,8 +38,8 @@ class KVPages:
     Attributes:
       data: in the shape of `kv_pages_shape`. The xla backend keeps bfloat16 as uint16 bits and
         float8_e4m3fn as uint8 bits.
-      scales: [num_pages, 2K, page_size] f32 where data is int8 or float8_e4m3fn: what to multiply a
-        token's K (even rows) or V (odd rows) of one head by. None for floats.
+      scales: in the shape of `kv_scales_shape`, f32, where data is int8 or float8_e4m3fn: what to
+        multiply a token's K or V of one head by. None for floats.
     """
 
     data: jax.Array
@@ -107,6 +107,20 @@ def kv_pages_shape(
     raise ValueError(f"backend={backend!r} must be tpu, gpu or xla")
 
 
+def kv_scales_shape(
+    num_pages: int, page_size: int, num_kv_heads: int, backend: Backend = "xla"
+) -> tuple[int, ...]:
+    """Shape of one layer's `KVPages.scales`.
+
+    xla and gpu: [num_pages, 2K, page_size], K's in even rows and V's in odd ones.
+
+    tpu: [num_pages, K, L], a head's K's and then its V's in L lanes; see tpu/attention_layout.py.
+    """
+    if backend == "tpu":
+        return attention_layout.scales_shape(num_pages, page_size, num_kv_heads)
+    return (num_pages, 2 * num_kv_heads, page_size)
+
+
 def create_kv_pages(
     num_pages: int,
     page_size: int,
@@ -129,7 +143,8 @@ def create_kv_pages(
     stored = _XLA_STORAGE.get(name, name) if backend == "xla" else name
     scales = None
     if name in QUANTIZED_DTYPES:
-        scales = jnp.zeros((num_pages, 2 * num_kv_heads, page_size), jnp.float32, device=device)
+        scales_shape = kv_scales_shape(num_pages, page_size, num_kv_heads, backend)
+        scales = jnp.zeros(scales_shape, jnp.float32, device=device)
     return KVPages(jnp.zeros(shape, stored, device=device), scales)
 
 
@@ -138,25 +153,41 @@ def create_mla_pages(
 ) -> KVPages:
     """Zeros: one layer's cache of latent attention, a token's latent vector and then its rotary key.
 
-    xla: data is [num_pages, 1, page_size, latent_dim + rope_dim].
-
     Raises:
       ValueError: the backend has no such layout, or dtype is no float of KV_DTYPES.
     """
     name = jnp.dtype(dtype).name
     if name not in KV_DTYPES or name in QUANTIZED_DTYPES:
         raise ValueError(f"dtype={name!r} must be float32, bfloat16 or float16")
-    if backend != "xla":
-        raise ValueError(f"backend={backend!r} has no layout of latent pages; 'xla' has")
-    shape = (num_pages, 1, page_size, latent_dim + rope_dim)
-    return KVPages(jnp.zeros(shape, _XLA_STORAGE.get(name, name)), None)
+    shape = mla_pages_shape(num_pages, page_size, latent_dim, rope_dim, backend)
+    return KVPages(jnp.zeros(shape, _XLA_STORAGE.get(name, name) if backend == "xla" else name), None)
+
+
+def mla_pages_shape(
+    num_pages: int, page_size: int, latent_dim: int, rope_dim: int, backend: Backend = "xla"
+) -> tuple[int, ...]:
+    """Shape of one layer's `KVPages.data` of latent attention.
+
+    xla: [num_pages, 1, page_size, latent_dim + rope_dim]. tpu: that, with the last up to a multiple of 128.
+
+    Raises:
+      ValueError: the backend has no such layout.
+    """
+    if backend == "tpu":
+        return attention_layout.latent_pages_shape(num_pages, page_size, latent_dim, rope_dim)
+    if backend == "xla":
+        return (num_pages, 1, page_size, latent_dim + rope_dim)
+    raise ValueError(f"backend={backend!r} has no layout of latent pages; 'tpu' and 'xla' have")
 
 
 def pack_kv_pages(numbers: jax.Array, scales: jax.Array | None, backend: Backend = "xla") -> KVPages:
-    """Numbers [num_pages, 2K, page_size, H] (K in even rows) in one of KV_DTYPES, in a backend's layout."""
+    """Numbers [num_pages, 2K, page_size, H] (K in even rows) in one of KV_DTYPES, and their scales
+    [num_pages, 2K, page_size], in a backend's layout.
+    """
     num_pages, num_rows, page_size, head_dim = numbers.shape
     shape = kv_pages_shape(num_pages, page_size, num_rows // 2, head_dim, backend)
     if backend == "tpu":
+        scales = None if scales is None else attention_layout.pack_scales(scales)
         return KVPages(attention_layout.pack_pages(numbers), scales)
     if backend == "gpu":
         numbers = numbers.reshape(num_pages, num_rows // 2, 2, page_size, head_dim).swapaxes(2, 3)
@@ -178,6 +209,13 @@ def unpack_kv_pages(
         numbers = kv_pages.data[..., :head_dim].swapaxes(2, 3)
         return numbers.reshape(num_pages, 2 * num_kv_heads, page_size, head_dim)
     return jax.lax.bitcast_convert_type(kv_pages.data, kv_pages.dtype)
+
+
+def unpack_kv_scales(kv_pages: KVPages, backend: Backend = "xla") -> jax.Array | None:
+    """The scales that `pack_kv_pages` takes."""
+    if backend != "tpu" or kv_pages.scales is None:
+        return kv_pages.scales
+    return attention_layout.unpack_scales(kv_pages.scales, kv_pages.page_size)
 
 
 def kv_tile_tokens(page_size: int) -> int:

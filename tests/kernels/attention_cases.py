@@ -21,7 +21,7 @@ from jaxinfer_kernels import (
     prefill_tile_tokens,
     reference,
 )
-from jaxinfer_kernels.layout import QUANTIZED_DTYPES, pack_kv_pages, unpack_kv_pages
+from jaxinfer_kernels.layout import QUANTIZED_DTYPES, pack_kv_pages, unpack_kv_pages, unpack_kv_scales
 from jaxinfer_kernels.quantize import quantize
 from jaxinfer_kernels.specs import AttentionSpec
 
@@ -197,8 +197,9 @@ def check(case: Case) -> None:
         assert_within_rounding(case, out, want, magnitude)
     numbers = unpack_kv_pages(kv_pages, case.spec.num_kv_heads, case.spec.head_dim, case.backend)
     np.testing.assert_array_equal(np.asarray(numbers, np.float64)[1:], want_numbers[1:])
-    if want_scales is not None and kv_pages.scales is not None:
-        np.testing.assert_array_equal(np.asarray(kv_pages.scales)[1:], want_scales[1:])
+    scales = unpack_kv_scales(kv_pages, case.backend)
+    if want_scales is not None and scales is not None:
+        np.testing.assert_array_equal(np.asarray(scales)[1:], want_scales[1:])
 
 
 def assert_within_rounding(case: Case, out: np.ndarray, want: np.ndarray, magnitude: np.ndarray) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxinfer_kernels import AttentionMetadata, Backend, QueryTiles, prefill_tile_tokens
-from jaxinfer_kernels.layout import unpack_kv_pages
+from jaxinfer_kernels.layout import unpack_kv_pages, unpack_kv_scales
 from jaxinfer_kernels.specs import AttentionSpec
 from tests.kernels.attention_cases import BACKENDS, Case, make_case, run
 
@@ -98,7 +98,7 @@ def test_in_chunks_or_at_once(backend: Backend, name: str, dtype: str, kv_dtype:
         *results, after = run(part)
         parts.append(results)
         numbers = unpack_kv_pages(after, part.spec.num_kv_heads, part.spec.head_dim, backend)
-        case = replace(case, numbers=numbers, scales=after.scales)
+        case = replace(case, numbers=numbers, scales=unpack_kv_scales(after, backend))
     same(tuple(np.concatenate(x) for x in zip(*parts, strict=True)), (out, lse))
     same(
         jax.tree.leaves(jax.tree.map(lambda x: x[1:], after)),

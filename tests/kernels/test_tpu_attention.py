@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxinfer_kernels import KVPages, reference
 from jaxinfer_kernels.layout import pack_kv_pages, unpack_kv_pages
 from jaxinfer_kernels.specs import AttentionSpec
-from jaxinfer_kernels.tpu import attention, attention_decode, attention_prefill
+from jaxinfer_kernels.tpu import attention, attention_body, attention_prefill_body
 from jaxinfer_kernels.tpu.attention import TILE_ROWS
 from tests.kernels.attention_cases import Case, make_case
 
@@ -82,19 +82,22 @@ def nothing(*_: Any) -> None:
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10's interpreter does not raise for a race")
-@pytest.mark.parametrize("kernel", [attention_decode, attention_prefill])
-def test_a_fetch_that_nobody_waits_for_is_caught(monkeypatch: pytest.MonkeyPatch, kernel: Any) -> None:
-    monkeypatch.setattr(kernel, "wait_pages", nothing)
+@pytest.mark.parametrize(("decodes", "prefills"), [(DECODES, []), ([], PREFILLS)])
+def test_a_fetch_that_nobody_waits_for_is_caught(
+    monkeypatch: pytest.MonkeyPatch, decodes: list[int], prefills: list[tuple[int, int]]
+) -> None:
+    monkeypatch.setattr(attention_body, "wait_pages", nothing)
+    case = make_case(SPEC, decodes, prefills, backend="tpu", tile=TILE_ROWS)
     try:
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"[Rr]ace"):
-            simulate(small_case(), dma_execution_mode="eager")
+            simulate(case, dma_execution_mode="eager")
     finally:
         pltpu.reset_tpu_interpret_mode_state()
 
 
 def test_a_write_that_nobody_waits_for_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has not happened when attention reads the page, and never does."""
-    monkeypatch.setattr(attention_prefill._Prefill, "wait_writes", nothing)
+    monkeypatch.setattr(attention_prefill_body.PrefillBody, "wait_writes", nothing)
     case = small_case()
     try:
         _, pages = simulate(case, dma_execution_mode="on_wait")

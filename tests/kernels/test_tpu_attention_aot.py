@@ -13,7 +13,14 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer_kernels import AttentionMetadata, KVPages, QueryTiles, kv_pages_shape, paged_attention
+from jaxinfer_kernels import (
+    AttentionMetadata,
+    KVPages,
+    QueryTiles,
+    kv_pages_shape,
+    kv_scales_shape,
+    paged_attention,
+)
 from jaxinfer_kernels.specs import ATTENTION_SPECS, AttentionSpec
 
 pytest.importorskip("libtpu", reason="libtpu, the TPU's compiler, is not installed")
@@ -58,7 +65,7 @@ def compile_step(
     shape = kv_pages_shape(NUM_PAGES, spec.page_size, spec.num_kv_heads, spec.head_dim, "tpu")
     scales = None
     if jnp.dtype(kv_dtype).itemsize == 1:
-        scales = array((NUM_PAGES, 2 * spec.num_kv_heads, spec.page_size), "float32")
+        scales = array(kv_scales_shape(NUM_PAGES, spec.page_size, spec.num_kv_heads, "tpu"), "float32")
     metadata = AttentionMetadata(array((rows,), "int32"), tiles(num_decodes), tiles(num_tiles))  # type: ignore[arg-type]
     sinks = array((spec.num_heads,), "float32") if spec.sinks else None
 
@@ -109,25 +116,21 @@ def test_a_mixed_step_on_every_chip(chip: str, kv_dtype: str) -> None:
     check_compiled(compiled, num_kernels=2)
 
 
-# The scales' last dimension is the page: below 128, XLA copies all of them into another layout and back.
-copies_scales = pytest.mark.xfail(reason="scales of pages under 128 tokens are copied", strict=True)
-
-
 @pytest.mark.parametrize(
     ("name", "page_size", "dtype", "kv_dtype"),
     [
         ("llama-3.2-1b", 16, "bfloat16", "bfloat16"),
         ("qwen3-32b", 256, "bfloat16", "bfloat16"),
         ("gemma-2-9b-local", 64, "bfloat16", "bfloat16"),
-        pytest.param("gpt-oss-20b-local", 32, "bfloat16", "int8", marks=copies_scales),
+        ("gpt-oss-20b-local", 32, "bfloat16", "int8"),
         ("phi-3-mini", 16, "bfloat16", "bfloat16"),
         ("phi-2", 64, "bfloat16", "bfloat16"),
-        pytest.param("deepseek-v2-unabsorbed", 16, "bfloat16", "float8_e4m3fn", marks=copies_scales),
+        ("deepseek-v2-unabsorbed", 16, "bfloat16", "float8_e4m3fn"),
         ("gpt-oss-20b-local", 128, "bfloat16", "int8"),
         ("llama-4-scout-local", 128, "bfloat16", "bfloat16"),
         ("a-shard", 16, "float32", "float32"),
-        pytest.param("group-of-7", 16, "bfloat16", "int8", marks=copies_scales),
-        pytest.param("one-head", 16, "float32", "float8_e4m3fn", marks=copies_scales),
+        ("group-of-7", 16, "bfloat16", "int8"),
+        ("one-head", 16, "float32", "float8_e4m3fn"),
     ],
 )
 def test_shapes_and_features(name: str, page_size: int, dtype: str, kv_dtype: str) -> None:

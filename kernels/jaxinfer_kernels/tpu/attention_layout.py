@@ -3,7 +3,11 @@
 A page is [K, page_size, W]: K and V of one head and token lie side by side in W lanes, so that one DMA
 brings both, and W is a multiple of 128, so that XLA and the kernels agree on the layout of the pool.
 With V at a lane that is no multiple of 128 (head_dim 64 and 192) the kernels still slice at multiples:
-queries are 0 over the lanes that are not K's, and the output has V's lanes and a few others.
+queries are 0 over the lanes that are not K's, and the output has V's lanes and a few others. A latent
+page is that of one head whose value is the first part of its key.
+
+The scales of a quantised page are [K, L]: those of a head's keys and then of its values, L lanes, a
+multiple of 128. Rows of page_size lanes, fewer than 128, XLA would keep in another order than the kernels.
 
 Dims: T tokens, S decode rows, R prefill tiles of B rows, N query heads, K kv heads, G = N / K query
 heads a kv head, H head_dim, W lanes of a token.
@@ -31,28 +35,48 @@ class Lanes:
 
     Attributes:
       width: W.
-      value: the first lane of V; K begins at 0.
-      key_end: QK multiplies lanes 0 to here.
-      value_start: PV multiplies lanes from here to W.
+      key_dim: elements of a key, which begins at lane 0.
+      value: the first lane of the value.
+      value_dim: elements of a value.
     """
 
     width: int
+    key_dim: int
     value: int
-    key_end: int
-    value_start: int
+    value_dim: int
 
     @classmethod
     def of(cls, head_dim: int) -> Lanes:
         """The lanes for a head_dim: the fewest multiples of 128 that hold K and V."""
         width = round_up(2 * head_dim, LANES)
-        key_end = round_up(head_dim, LANES)
-        value = width // 2 if width == 2 * key_end else head_dim
-        return cls(width, value, key_end, value // LANES * LANES)
+        value = width // 2 if width == 2 * round_up(head_dim, LANES) else head_dim
+        return cls(width, head_dim, value, head_dim)
+
+    @classmethod
+    def of_latent(cls, latent_dim: int, rope_dim: int) -> Lanes:
+        """The lanes for a latent vector, which is the value, and its rotary key."""
+        key_dim = latent_dim + rope_dim
+        return cls(round_up(key_dim, LANES), key_dim, 0, latent_dim)
 
     @property
-    def output(self) -> int:
+    def keys(self) -> slice:
+        """Lanes that QK multiplies."""
+        return slice(0, round_up(self.key_dim, LANES))
+
+    @property
+    def values(self) -> slice:
+        """Lanes that PV multiplies."""
+        return slice(self.value // LANES * LANES, round_up(self.value + self.value_dim, LANES))
+
+    @property
+    def num_values(self) -> int:
         """Lanes of an output row."""
-        return self.width - self.value_start
+        return self.values.stop - self.values.start
+
+    def output(self, rows: jax.Array) -> jax.Array:
+        """The lanes of output rows, [..., lanes], that are the head's: [..., elements of a value]."""
+        first = self.value - self.values.start
+        return rows[..., first : first + self.value_dim]
 
 
 def sublanes(dtype: DTypeLike) -> int:
@@ -74,6 +98,36 @@ def pages_shape(
 ) -> tuple[int, int, int, int]:
     """Shape of one layer's pages."""
     return (num_pages, num_kv_heads, page_size, Lanes.of(head_dim).width)
+
+
+def latent_pages_shape(
+    num_pages: int, page_size: int, latent_dim: int, rope_dim: int
+) -> tuple[int, int, int, int]:
+    """Shape of one layer's latent pages."""
+    return (num_pages, 1, page_size, Lanes.of_latent(latent_dim, rope_dim).width)
+
+
+def scales_shape(num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, int, int]:
+    """Shape of the scales of one layer's pages."""
+    return (num_pages, num_kv_heads, round_up(2 * page_size, LANES))
+
+
+def pack_scales(scales: jax.Array) -> jax.Array:
+    """[..., 2K, page_size], K in even rows and V in odd ones, as pages have them: [..., K, L]."""
+    *outer, rows, page_size = scales.shape
+    scales = scales.reshape(*outer, rows // 2, 2 * page_size)
+    return pad_lanes(scales)
+
+
+def unpack_scales(scales: jax.Array, page_size: int) -> jax.Array:
+    """What `pack_scales` takes."""
+    *outer, num_kv_heads, _ = scales.shape
+    return scales[..., : 2 * page_size].reshape(*outer, 2 * num_kv_heads, page_size)
+
+
+def pad_lanes(x: jax.Array) -> jax.Array:
+    """With zeros, to a multiple of 128."""
+    return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -x.shape[-1] % LANES)])
 
 
 def pack_pages(numbers: jax.Array) -> jax.Array:
@@ -105,12 +159,11 @@ def group_rows(rows: jax.Array, start: jax.Array, group: int) -> jax.Array:
 
 
 def pack_decode_queries(q: jax.Array, num_kv_heads: int) -> jax.Array:
-    """q [S, N, H] -> [S, K, G', key_end]: G' is G in whole tiles, and padding is 0."""
-    num_rows, num_heads, head_dim = q.shape
+    """q [S, N, H] -> [S, K, G', lanes]: G' is G in whole tiles, and padding is 0."""
+    num_rows, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
-    q = q.reshape(num_rows, num_kv_heads, group, head_dim)
-    padding = [(0, 0), (0, 0), (0, -group % 8), (0, Lanes.of(head_dim).key_end - head_dim)]
-    return jnp.pad(q, padding)
+    q = pad_lanes(q).reshape(num_rows, num_kv_heads, group, -1)
+    return jnp.pad(q, [(0, 0), (0, 0), (0, -group % 8), (0, 0)])
 
 
 def unpack_decode_rows(rows: jax.Array, num_heads: int) -> jax.Array:
@@ -119,25 +172,18 @@ def unpack_decode_rows(rows: jax.Array, num_heads: int) -> jax.Array:
     return rows[:, :, : num_heads // num_kv_heads].reshape(num_rows, num_heads, width)
 
 
-def pack_prefill_queries(q: jax.Array, num_tiles: int, num_kv_heads: int) -> jax.Array:
-    """q [R * B, N, H] -> [R, K, G * B, key_end]: rows of one query head lie together; padding is 0."""
-    num_rows, num_heads, head_dim = q.shape
-    tile_rows, group = num_rows // num_tiles, num_heads // num_kv_heads
-    q = jnp.pad(q, [(0, 0), (0, 0), (0, Lanes.of(head_dim).key_end - head_dim)])
-    q = q.reshape(num_tiles, tile_rows, num_kv_heads, group, -1).transpose(0, 2, 3, 1, 4)
-    return q.reshape(num_tiles, num_kv_heads, group * tile_rows, -1)
+def pack_prefill_queries(q: jax.Array, num_tiles: int, num_kv_heads: int, rows: int) -> jax.Array:
+    """q [R * B, N, H] -> [R, K, B * G, lanes]: `rows` of a query head, and so of each head of the group, lie
+    together, then the next rows of the tile; padding is 0.
+    """
+    num_rows, num_heads, _ = q.shape
+    parts, group = num_rows // num_tiles // rows, num_heads // num_kv_heads
+    q = pad_lanes(q).reshape(num_tiles, parts, rows, num_kv_heads, group, -1).transpose(0, 3, 1, 4, 2, 5)
+    return q.reshape(num_tiles, num_kv_heads, parts * group * rows, -1)
 
 
-def unpack_prefill_rows(rows: jax.Array, num_heads: int) -> jax.Array:
-    """What the prefill kernel gives, [R, K, G * B, lanes] -> [R * B, N, lanes]."""
-    num_tiles, num_kv_heads, num_rows, width = rows.shape
-    group = num_heads // num_kv_heads
-    rows = rows.reshape(num_tiles, num_kv_heads, group, num_rows // group, width)
-    return rows.transpose(0, 3, 1, 2, 4).reshape(-1, num_heads, width)
-
-
-def output_lanes(out: jax.Array, head_dim: int) -> jax.Array:
-    """The lanes of an output row, [..., lanes], that are the head's: [..., H]."""
-    lanes = Lanes.of(head_dim)
-    first = lanes.value - lanes.value_start
-    return out[..., first : first + head_dim]
+def unpack_prefill_rows(packed: jax.Array, num_heads: int, rows: int) -> jax.Array:
+    """What the prefill kernel gives, [R, K, B * G, lanes] -> [R * B, N, lanes]."""
+    num_tiles, num_kv_heads, _, width = packed.shape
+    packed = packed.reshape(num_tiles, num_kv_heads, -1, num_heads // num_kv_heads, rows, width)
+    return packed.transpose(0, 2, 4, 1, 3, 5).reshape(-1, num_heads, width)

@@ -1,4 +1,4 @@
-"""What the TPU's decode and prefill kernels share: pages fetched ahead, masks, the online softmax.
+"""How the TPU's attention kernels bring pages: fetched ahead, with their scales; and the call itself.
 
 Dims as in attention_layout.py; f positions of a fetched block, c positions of a computed block.
 """
@@ -18,13 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer_kernels.layout import KVPages
 from jaxinfer_kernels.tpu.attention_layout import LANES
-
-Ref = Any  # a Pallas reference: pl.pallas_call hands it to the kernel
-Scalar = jax.Array
-
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: no row that saw nothing yet turns into NaN
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
+from jaxinfer_kernels.tpu.attention_softmax import Ref, Scalar
 
 HBM = pl.BlockSpec(memory_space=pl.ANY)
 
@@ -33,32 +27,6 @@ _FETCHED, _USED, _ITEM, _BLOCK = range(4)
 CURSOR_WORDS = 4
 
 _SPILL_BYTES = 8 << 20
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """The options of `api.paged_attention` that a kernel is compiled for."""
-
-    scale: float
-    sliding_window: int | None
-    attention_chunk: int | None
-    soft_cap: float | None
-
-    def first_seen(self, position: Scalar) -> Scalar:
-        """The first position that a query at `position` sees."""
-        if self.sliding_window is not None:
-            return jnp.maximum(position - self.sliding_window + 1, 0)
-        if self.attention_chunk is not None:
-            return lax.div(position, self.attention_chunk) * self.attention_chunk
-        return jnp.int32(0)
-
-    def logits(self, products: jax.Array, key_scales: jax.Array | None) -> jax.Array:
-        """q.k as logits to the base 2: exp2 is what the hardware has."""
-        if key_scales is not None:
-            products = products * key_scales
-        if self.soft_cap is None:
-            return products * (self.scale * LOG2_E)
-        return jnp.tanh(products * (self.scale / self.soft_cap)) * (self.soft_cap * LOG2_E)
 
 
 @dataclass(frozen=True)
@@ -128,95 +96,15 @@ class FetchPipeline:
         self.cursor[_USED] = self.cursor[_USED] + 1
 
 
-def widen(column: jax.Array, lanes: int) -> jax.Array:
-    """[rows, 128] of equal lanes -> [rows, lanes]; costs nothing, since registers repeat."""
-    return jnp.tile(column, (1, lanes // LANES))
-
-
-def online_softmax(
-    logits: jax.Array,
-    values: jax.Array,
-    value_scales: jax.Array | None,
-    state: tuple[jax.Array, jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds a block of positions (Milakov and Gimelshein, arXiv 1805.02867), to the base 2.
-
-    A block in which a row sees nothing leaves the row's state as it was, bit for bit, or what has no
-    weight any more once the row sees something.
-
-    Args:
-      logits: [rows, c] f32.
-      values: [c, lanes].
-      value_scales: [1, c] or None.
-      state: the running maximum and total [rows, 128], equal in all lanes, and the sum [rows, lanes].
-    """
-    running_max, total, acc = state
-    new_max = jnp.maximum(running_max, logits.max(1, keepdims=True))
-    weights = jnp.exp2(logits - widen(new_max, logits.shape[1]))
-    rescale = jnp.exp2(running_max - new_max)
-    total = total * rescale + weights.sum(1, keepdims=True)
-    if value_scales is not None:
-        weights = weights * value_scales
-    weighted = matmul(weights.astype(values.dtype), values, (1, 0))
-    return new_max, total, acc * widen(rescale, acc.shape[1]) + weighted
-
-
-def head_scales(
-    scratch: Mapping[str, Ref], head: Scalar | int, rows: pl.Slice
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """The scales of a head's keys and values in `rows` of the block in use, each [1, c], if there are any."""
-    if "joined_scales" not in scratch:
-        return None, None
-    joined = scratch["joined_scales"]
-    first = lax.div(rows.start, LANES)
-    units = [first + i for i in range(rows.size // LANES)]
-    keys, values = (
-        jnp.concatenate([joined[unit, pl.ds(row, 1), :] for unit in units], axis=1)
-        for row in (2 * head, 2 * head + 1)
-    )
-    return keys, values
-
-
-def finish_rows(running_max: jax.Array, total: jax.Array, acc: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The outputs [rows, lanes], and the log-sum-exps to the base e [rows, 128], equal in all lanes."""
-    total = jnp.maximum(total, 1e-30)  # of a row that saw nothing
-    return acc / widen(total, acc.shape[1]), (running_max + jnp.log2(total)) * LN_2
-
-
-def silence_values(kv: Ref, rows: pl.Slice, value_start: int, used: jax.Array) -> None:
-    """Zeroes the values of rows that are not the sequence's: a weight of 0 does not silence a NaN there.
-
-    kv [K, f, W]; used [rows, lanes from value_start on].
-    """
-
-    def silence(head: Scalar, _: None) -> None:
-        values = kv[head, rows, value_start:]
-        kv[head, rows, value_start:] = jnp.where(used, values.astype(jnp.float32), 0.0).astype(values.dtype)
-
-    lax.fori_loop(0, kv.shape[0], silence, None)
-
-
-def matmul(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    """A product with f32 sums; f32 operands are not rounded to bfloat16."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(
-        a,
-        b,
-        (((contracted[0],), (contracted[1],)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-
-
 def part_of_page(pool: Ref, page_id: Scalar, row: Scalar, group: int) -> Ref:
-    """A page's group of positions with `row`: [K, group, W] of the numbers, [2K, page_size] of the scales."""
-    if group == pool.shape[2]:
+    """A page's group of positions with `row`: [K, group, W] of numbers; [K, L], all, of scales."""
+    if len(pool.shape) == 3 or group == pool.shape[2]:
         return pool.at[page_id]
     return pool.at[page_id, :, pl.ds(pl.multiple_of(row - lax.rem(row, group), group), group)]
 
 
 def _place_of_page(name: str, buffer: Ref, page: Scalar, page_size: int) -> Ref:
-    """Where a fetched block has its page: numbers are [K, f, W], scales [f // page_size, 2K, page_size]."""
+    """Where a fetched block has its page: numbers are [K, f, W], scales [f // page_size, K, L]."""
     if name == "scales":
         return buffer.at[page]
     return buffer.at[:, pl.ds(pl.multiple_of(page * page_size, page_size), page_size)]
@@ -256,20 +144,40 @@ def wait_pages(
     lax.fori_loop(first, end, wait, None)
 
 
-def join_scales(fetched: Ref, joined: Ref) -> None:
-    """The scales of a block's pages, [f // page_size, 2K, page_size], by 128: [f // 128, 2K, 128]."""
-    page_size = fetched.shape[2]
+def join_scales(fetched: Ref, joined: Ref, page_size: int) -> None:
+    """The scales of a block's pages, [f // page_size, K, L], as [2, f // 128, K, 128], keys' first."""
     pages, units = max(1, LANES // page_size), max(1, page_size // LANES)  # pages a unit, units a page
 
     def join(index: Scalar, _: None) -> None:
-        if units > 1:
-            for unit in range(units):
-                joined[index * units + unit] = fetched[index, :, unit * LANES : (unit + 1) * LANES]
-        else:
-            parts = [fetched[index * pages + i] for i in range(pages)]
-            joined[index] = parts[0] if pages == 1 else jnp.concatenate(parts, axis=1)
+        for which in range(2):
+            first = which * page_size
+            if units > 1:
+                for unit in range(units):
+                    lanes = slice(first + unit * LANES, first + (unit + 1) * LANES)
+                    joined[which, index * units + unit] = fetched[index, :, lanes]
+            else:
+                lanes = slice(first, first + page_size)
+                parts = [fetched[index * pages + i, :, lanes] for i in range(pages)]
+                joined[which, index] = parts[0] if pages == 1 else jnp.concatenate(parts, axis=1)
 
-    lax.fori_loop(0, joined.shape[0] // units, join, None)
+    lax.fori_loop(0, joined.shape[1] // units, join, None)
+
+
+def head_scales(
+    scratch: Mapping[str, Ref], head: Scalar | int, rows: pl.Slice, part: slice
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """The scales of a head's keys and values in a `part` of `rows`, each [1, positions], if there are any."""
+    if "joined_scales" not in scratch:
+        return None, None
+    joined = scratch["joined_scales"]
+    first = lax.div(rows.start, LANES)
+    keys, values = (
+        jnp.concatenate(
+            [joined[which, first + i, pl.ds(head, 1), :] for i in range(rows.size // LANES)], axis=1
+        )
+        for which in range(2)
+    )
+    return keys[:, part], values[:, part]
 
 
 def pools_of(kv_pages: KVPages) -> dict[str, jax.Array]:
@@ -278,12 +186,12 @@ def pools_of(kv_pages: KVPages) -> dict[str, jax.Array]:
     return pools if kv_pages.scales is None else {**pools, "scales": kv_pages.scales}
 
 
-def scale_buffers(num_buffers: int, fetch_tokens: int, scales: jax.Array) -> dict[str, Any]:
+def scale_buffers(num_buffers: int, fetch_tokens: int, page_size: int, scales: jax.Array) -> dict[str, Any]:
     """Scratch for the scales of fetched blocks, by page, and of the block in use, joined."""
-    _, rows, page_size = scales.shape
+    _, num_kv_heads, lanes = scales.shape
     return {
-        "scales": pltpu.VMEM((num_buffers, fetch_tokens // page_size, rows, page_size), jnp.float32),
-        "joined_scales": pltpu.VMEM((fetch_tokens // LANES, rows, LANES), jnp.float32),
+        "scales": pltpu.VMEM((num_buffers, fetch_tokens // page_size, num_kv_heads, lanes), jnp.float32),
+        "joined_scales": pltpu.VMEM((2, fetch_tokens // LANES, num_kv_heads, LANES), jnp.float32),
     }
 
 
