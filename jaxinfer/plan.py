@@ -55,10 +55,10 @@ def _plan(options: PlanOptions) -> int:
         plan = make_plan(*question, options.mean_len)
         if options.compile:
             # Brings flax, which plain plans can spare.
-            from jaxinfer.memory.aot import compile_stages, compiled_bytes
+            from jaxinfer.memory.aot import compile_step, compiled_bytes, largest_programs
 
             describe_absent_tpus()
-            stages = compile_stages(plan)
+            stages = [[compile_step(program) for program in stage] for stage in largest_programs(plan)]
             report["compiled"] = [dataclasses.asdict(step) for steps in stages for step in steps]
             plan = make_plan(*question, options.mean_len, compiled_bytes(plan, stages))
     except DoesNotFitError as error:
@@ -206,7 +206,7 @@ def _compiled_text(step: Mapping[str, Any]) -> str:
         f"compiled in {step['compile_s']:.0f} s: {step['name']}, "
         f"{step['argument_bytes'] / GIB:.3f} GiB of arguments, of which {step['alias_bytes'] / GIB:.3f} are "
         f"written in place, {step['temp_bytes'] / 2**20:.1f} MiB of temporaries, "
-        f"{step['code_bytes'] / 2**20:.1f} MiB of code; collectives: {collectives}"
+        f"{step['code_bytes'] / 2**20:.1f} MiB of code; {step['kernels']} kernels; collectives: {collectives}"
     )
 
 

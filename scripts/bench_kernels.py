@@ -46,7 +46,7 @@ from jaxinfer_kernels import (
     prefill_tile_tokens,
 )
 from jaxinfer_kernels.specs import ATTENTION_SPECS, AttentionSpec
-from jaxinfer_kernels.tpu import attention_pipeline, attention_prefill
+from jaxinfer_kernels.tpu import attention_body, attention_softmax
 
 Row = dict[str, Any]
 
@@ -56,6 +56,7 @@ PAGE, CONTEXT, SEQUENCES, CHUNK = 128, 4096, 64, 512
 WINDOWS = (None, 4096, 1024, 512)  # of Mistral, Gemma 3 and its smallest sizes
 CHIPS = {"v5e": (819e9, 1.5e9), "v6e": (1640e9, 1.75e9)}  # bytes a second, cycles a second (cloud.google.com)
 WHEEL_PAGES, WHEEL_QUERIES = 8, 32  # a block, as the wheel's own table has for 32 heads on 8 on both chips
+DUMP = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
 
 
 # --- Counted in the interpreted kernels -----------------------------------------------------------
@@ -94,14 +95,15 @@ def counting_bytes() -> Iterator[list[int]]:
 @contextmanager
 def counting_flops() -> Iterator[list[int]]:
     """The FLOPs of each product of a kernel that is traced and run inside; products give zeros."""
-    modules, counted = (attention_pipeline, attention_prefill), []
-    matmul = attention_pipeline.matmul
+    modules, counted = (attention_softmax, attention_body), []
+    matmul = attention_softmax.matmul
 
     def counting_matmul(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-        rows, depth = a.shape if contracted[0] else a.shape[::-1]
-        columns = b.size // depth
+        assert contracted[0] == 1
+        (rows, depth), columns = a.shape, b.size // a.shape[1]
         jax.debug.callback(lambda: counted.append(2 * rows * depth * columns))
-        return jnp.zeros((rows, columns), jnp.float32)
+        zeros = a[:, :1].astype(jnp.float32) * 0  # no constants, which XLA would take long to fold
+        return jnp.broadcast_to(zeros, (rows, columns))
 
     for module in modules:
         module.matmul = counting_matmul
@@ -240,7 +242,7 @@ def decode_cycles(chip: str, name: str, kernel: str) -> Row:
     spec = SPECS[name]
     with tempfile.TemporaryDirectory() as directory:
         environment = dict(
-            LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true",
+            LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={directory} {DUMP}",
             TPU_SKIP_MDS_QUERY="1",
             ALLOW_MULTIPLE_LIBTPU_LOAD="1",
             JAX_PLATFORMS="cpu",

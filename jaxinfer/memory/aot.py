@@ -54,6 +54,7 @@ class CompiledStep:
       alias_bytes: of the arguments, those whose memory the results take: the donated ones.
       temp_bytes, code_bytes: temporaries, and the program itself.
       collectives: how many there are of each.
+      kernels: Mosaic kernels that it calls.
       compile_s: seconds to lower and compile.
     """
 
@@ -64,23 +65,38 @@ class CompiledStep:
     temp_bytes: int
     code_bytes: int
     collectives: Mapping[str, int]
+    kernels: int
     compile_s: float
 
 
-def compile_stages(plan: Plan) -> tuple[tuple[CompiledStep, ...], ...]:
-    """Of each pipeline stage of a plan the largest decode and prefill step, compiled; of the last stage also
-    the largest sampling and prompt log-probabilities step.
+@dataclass(frozen=True)
+class LargestProgram:
+    """Of a kind of program, the one with the most rows.
+
+    Attributes:
+      name: as in the engine's table of programs.
+      lower: lowers it.
+      num_programs: programs of its kind that serving compiles.
+    """
+
+    name: str
+    lower: Callable[[], Lowered]
+    num_programs: int
+
+
+def largest_programs(plan: Plan) -> tuple[tuple[LargestProgram, ...], ...]:
+    """Of each pipeline stage of a plan the decode and the prefill step; of the last stage also the sampling
+    and the prompt log-probabilities step.
 
     Raises:
-      ConfigError: the compiler for the chip is not installed, has no such slice, or finds that the
-        program does not fit.
+      ConfigError: the compiler for the chip is not installed, or has no such slice.
     """
     meshes = _described_meshes(plan.chip, plan.mesh)
     stages = abstract_stages(plan.model, jnp.dtype(plan.resolved.dtype), meshes)
-    return tuple(_compile_stage(plan, *stage) for stage in zip(stages, meshes, strict=True))
+    return tuple(_largest_of_stage(plan, *stage) for stage in zip(stages, meshes, strict=True))
 
 
-def _compile_stage(plan: Plan, model: Transformer, mesh: Mesh | None) -> tuple[CompiledStep, ...]:
+def _largest_of_stage(plan: Plan, model: Transformer, mesh: Mesh | None) -> tuple[LargestProgram, ...]:
     resolved, stage = plan.resolved, model.config.stage
     batcher = StepBatcher(resolved.scheduler, resolved.cache)
     lowerings = step_lowerings(model, batcher, resolved.cache, resolved.scheduler, mesh)
@@ -92,11 +108,41 @@ def _compile_stage(plan: Plan, model: Transformer, mesh: Mesh | None) -> tuple[C
     if stage.is_last:
         kinds.append({sample_name(size): size for size in batcher.sample_sizes})
         kinds.append({logprobs_name(rows): rows for rows in batcher.prefill_sizes})
-    steps = []
+    programs = []
     for kind in kinds:
         largest = stage_name(max(kind, key=lambda name: kind[name]), stage.index, stage.num_stages)
-        steps.append(_compile(largest, lowerings[largest], len(kind)))
-    return tuple(steps)
+        programs.append(LargestProgram(largest, lowerings[largest], len(kind)))
+    return tuple(programs)
+
+
+def compile_step(program: LargestProgram) -> CompiledStep:
+    """The program, compiled.
+
+    Raises:
+      ConfigError: the compiler finds that it does not fit.
+    """
+    start_s = time.monotonic()
+    try:
+        compiled = program.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{program.name} does not compile: {reason[:_MAX_REASON]}") from error
+    seconds = time.monotonic() - start_s
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise ConfigError(f"{program.name}: this compiler does not tell the bytes of a program")
+    text = compiled.as_text() or ""
+    return CompiledStep(
+        name=program.name,
+        num_programs=program.num_programs,
+        argument_bytes=memory.argument_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+        collectives=dict(Counter(_COLLECTIVE.findall(text))),
+        kernels=text.count('custom_call_target="tpu_custom_call"'),
+        compile_s=seconds,
+    )
 
 
 def compiled_bytes(plan: Plan, stages: Sequence[Sequence[CompiledStep]]) -> tuple[CompiledBytes, ...]:
@@ -112,29 +158,6 @@ def compiled_bytes(plan: Plan, stages: Sequence[Sequence[CompiledStep]]) -> tupl
         )
         found.append(compiled)
     return tuple(found)
-
-
-def _compile(name: str, lower: Callable[[], Lowered], num_programs: int) -> CompiledStep:
-    start_s = time.monotonic()
-    try:
-        compiled = lower().compile()
-    except jax.errors.JaxRuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{name} does not compile: {reason[:_MAX_REASON]}") from error
-    seconds = time.monotonic() - start_s
-    memory = compiled.memory_analysis()
-    if memory is None:
-        raise ConfigError(f"{name}: this compiler does not tell the bytes of a program")
-    return CompiledStep(
-        name=name,
-        num_programs=num_programs,
-        argument_bytes=memory.argument_size_in_bytes,
-        alias_bytes=memory.alias_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
-        code_bytes=memory.generated_code_size_in_bytes,
-        collectives=dict(Counter(_COLLECTIVE.findall(compiled.as_text() or ""))),
-        compile_s=seconds,
-    )
 
 
 def _described_meshes(chip: Chip, mesh: MeshConfig) -> tuple[Mesh | None, ...]:

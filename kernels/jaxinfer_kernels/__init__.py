@@ -12,6 +12,7 @@ from jaxinfer_kernels.layout import (
     kv_pages_shape,
     kv_scales_shape,
     kv_tile_tokens,
+    mla_pages_shape,
     prefill_tile_tokens,
 )
 from jaxinfer_kernels.matmul import grouped_matmul, quantized_matmul
@@ -29,6 +30,7 @@ __all__ = [
     "kv_scales_shape",
     "kv_tile_tokens",
     "mla_paged_attention",
+    "mla_pages_shape",
     "paged_attention",
     "prefill_tile_tokens",
     "quantized_matmul",

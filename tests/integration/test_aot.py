@@ -5,12 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
-from jaxinfer.memory.chips import GIB
+from jaxinfer.config import EngineConfig
+from jaxinfer.memory.aot import compile_step, largest_programs
+from jaxinfer.memory.chips import GIB, find_chip
+from jaxinfer.memory.planning import make_plan
+from jaxinfer.models.families import model_config_from
 from tests.integration.processes import assert_one_line, command, environment, run
 
 LLAMA_8B = str(Path(__file__).parents[1] / "golden" / "configs" / "Llama-3.1-8B.json")
@@ -70,6 +76,41 @@ def test_a_layer_has_two_all_reduces(report: dict[str, Any]) -> None:
     """And the embedding one, whose rows lie on different devices."""
     for step in report["compiled"][:2]:
         assert step["collectives"] == {"all-reduce": 2 * 32 + 1}, step["name"]
+
+
+def test_a_layer_calls_a_kernel_for_each_kind_of_row(report: dict[str, Any]) -> None:
+    """The prefill step has decode rows too."""
+    assert [step["kernels"] for step in report["compiled"]] == [32, 2 * 32, 0, 0]
+
+
+@pytest.fixture
+def described_tpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As the command sets things: no search for a TPU, and nothing compiled for one kept."""
+    for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")):
+        monkeypatch.setenv(name, value)
+    cached = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    yield
+    jax.config.update("jax_enable_compilation_cache", cached)
+
+
+@pytest.mark.parametrize("num_layers", [2, pytest.param(32, marks=pytest.mark.long, id="all layers")])
+@pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x"])
+@pytest.mark.usefixtures("described_tpus")
+def test_other_chips(chip: str, num_layers: int) -> None:
+    """Its decode and its prefill step, of as many devices, on two layers: the others are like them."""
+    config = json.loads(Path(LLAMA_8B).read_text()) | {"num_hidden_layers": num_layers}
+    model = model_config_from(config, "safetensors")
+    engine = EngineConfig(LLAMA_8B, mesh="2x4", max_model_len=8192)
+    plan = make_plan(engine, model, find_chip(chip), "none", mean_len=1)
+    (programs,) = largest_programs(plan)
+    decode, prefill = (compile_step(program) for program in programs[:2])
+    pages = decode.alias_bytes / plan.resolved.memory.stages[0].page_bytes
+    assert pages == int(pages) > 10_000  # all pages, in all layers
+    for step, kernels in ((decode, 1), (prefill, 2)):
+        assert step.alias_bytes == decode.alias_bytes
+        assert step.temp_bytes < min(200e6, decode.alias_bytes / num_layers), "a copy of one layer's pages"
+        assert step.kernels == kernels * num_layers
+        assert step.collectives == {"all-reduce": 2 * num_layers + 1}
 
 
 def test_a_slice_that_is_not_offered_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer_kernels import (
     AttentionMetadata,
+    Backend,
     QueryTiles,
     create_kv_pages,
     create_mla_pages,
@@ -20,19 +23,25 @@ from jaxinfer_kernels import (
 )
 from jaxinfer_kernels.layout import KVPages
 from jaxinfer_kernels.specs import LATENT_SPECS, AttentionSpec, LatentSpec
+from jaxinfer_kernels.tpu import attention
 from tests.kernels.attention_cases import make_case
 
 SPECS = {spec.name: spec for spec in LATENT_SPECS}
 SMALL = SPECS["small"]
 
 
-def make_mla_case(spec: LatentSpec, dtype: str, kv_dtype: str) -> tuple[dict[str, Any], np.ndarray]:
+def make_mla_case(
+    spec: LatentSpec, dtype: str, kv_dtype: str, backend: Backend = "xla", **changes: Any
+) -> tuple[dict[str, Any], np.ndarray]:
     """A mixed step, NaN wherever no sequence owns it; the rows that are not padding."""
     width = spec.latent_dim + spec.rope_dim
     plain = AttentionSpec("as one head", spec.num_heads, 1, width, page_size=spec.page_size)
-    case = make_case(plain, [40, 0, 7, 130], [(0, 6), (100, 50)], dtype=dtype)
-    stored = create_mla_pages(1, spec.page_size, spec.latent_dim, spec.rope_dim, kv_dtype).data.dtype
-    data = jax.lax.bitcast_convert_type(case.numbers[:, :1].astype(kv_dtype), stored)
+    sizes: dict[str, Any] = dict(decodes=[40, 0, 7, 130], prefills=[(0, 6), (100, 50)])
+    case = make_case(plain, **(sizes | changes), dtype=dtype, backend=backend)
+    numbers = case.numbers[:, :1].astype(kv_dtype)
+    pages = create_mla_pages(1, spec.page_size, spec.latent_dim, spec.rope_dim, kv_dtype, backend).data
+    data = jax.lax.bitcast_convert_type(numbers, pages.dtype)
+    data = jnp.pad(data, [*[(0, 0)] * 3, (0, pages.shape[3] - width)])
     q_latent, q_rope = jnp.split(case.q, [spec.latent_dim], axis=2)
     latent, k_rope = jnp.split(case.k[:, 0], [spec.latent_dim], axis=1)
     args = dict(q_latent=q_latent, q_rope=q_rope, latent=latent, k_rope=k_rope)
@@ -40,11 +49,13 @@ def make_mla_case(spec: LatentSpec, dtype: str, kv_dtype: str) -> tuple[dict[str
     return args | dict(kv_pages=KVPages(data, None), metadata=case.metadata, scale=scale / 2), case.valid
 
 
-def run(args: dict[str, Any]) -> tuple[jax.Array, KVPages]:
+def run(args: dict[str, Any], **options: Any) -> tuple[jax.Array, KVPages]:
     arrays = {name: x for name, x in args.items() if name != "scale"}
-    return jax.jit(partial(mla_paged_attention, scale=args["scale"]))(**arrays)
+    return jax.jit(partial(mla_paged_attention, scale=args["scale"], **options))(**arrays)
 
 
+# An interpreted kernel takes seconds to compile.
+@pytest.mark.parametrize("backend", ["xla", pytest.param("tpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "dtype", "kv_dtype"),
     [
@@ -56,10 +67,19 @@ def run(args: dict[str, Any]) -> tuple[jax.Array, KVPages]:
         pytest.param("deepseek-v2-lite", "bfloat16", "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_equals_reference(name: str, dtype: str, kv_dtype: str) -> None:
-    args, valid = make_mla_case(SPECS[name], dtype, kv_dtype)
-    out, pages = run(args)
-    want, want_data = reference.mla_paged_attention(**args)
+def test_equals_reference(name: str, dtype: str, kv_dtype: str, backend: Backend) -> None:
+    args, valid = make_mla_case(SPECS[name], dtype, kv_dtype, backend)
+    out, pages = run(args, backend=backend, interpret=backend == "tpu")
+    check(args, valid, out, pages)
+
+
+def check(args: dict[str, Any], valid: np.ndarray, out: jax.Array, pages: KVPages) -> None:
+    """Outputs and the whole cache but the null page equal the reference's."""
+    width = args["latent"].shape[1] + args["k_rope"].shape[1]
+    given = args["kv_pages"]
+    plain = KVPages(given.data[..., :width], None)
+    want, want_data = reference.mla_paged_attention(**(args | dict(kv_pages=plain)))
+    dtype = args["latent"].dtype.name
     out, want = np.asarray(out, np.float64)[valid], want[valid]
     if dtype == "float32":
         np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
@@ -69,8 +89,29 @@ def test_equals_reference(name: str, dtype: str, kv_dtype: str) -> None:
         logit_error = 4 * args["scale"] * np.sqrt(args["q_latent"].shape[2])
         assert np.abs(out - want).max() <= 2**-8 * (2 + logit_error) * 5
     np.testing.assert_array_equal(
-        np.asarray(pages.data).view(pages.dtype).astype(np.float64)[1:], want_data[1:]
+        np.asarray(pages.data).view(pages.dtype).astype(np.float64)[1:, ..., :width], want_data[1:]
     )
+
+
+@pytest.mark.parametrize("copies", ["eager", "on_wait"])
+def test_no_races(copies: Any) -> None:
+    """The kernel as a simulated TPU takes it: 2 heads, tiles of 16 rows."""
+    steps: dict[str, Any] = dict(decodes=[70, 0, 1], prefills=[(0, 26), (37, 11)], tile=16)
+    args, valid = make_mla_case(replace(SMALL, num_heads=2), "float32", "float32", "tpu", **steps)
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=copies)
+    out, pages = jax.jit(
+        lambda **arrays: attention.mla_paged_attention(scale=args["scale"], interpret=params, **arrays)
+    )(**{name: x for name, x in args.items() if name != "scale"})
+    check(args, valid, *jax.block_until_ready((out, pages)))
+
+
+def test_tiles_of_many_heads_are_cut() -> None:
+    """Two of 24 rows, of which one has 13 of a sequence, from its position 5 on."""
+    tiles = QueryTiles(jnp.asarray([[3], [4]]), jnp.asarray([5, 0]), jnp.asarray([18, 0]))
+    cut = attention._cut_tiles(tiles, 8, 3)
+    np.testing.assert_array_equal(cut.page_table[:, 0], [3, 3, 3, 4, 4, 4])
+    np.testing.assert_array_equal(cut.kv_len, [13, 18, 0, 0, 0, 0])
+    np.testing.assert_array_equal(cut.start[:2], [5, 13])
 
 
 def test_absorbed_equals_attention_by_heads() -> None:
@@ -125,7 +166,9 @@ def test_the_cache_is_written_in_place() -> None:
         (dict(q_rope=jnp.zeros((1, 2, 8))), r"q_rope\(1, 2, 8\)"),
         (dict(kv_pages=create_kv_pages(4, 16, 1, 48, "float32")), r"kv_pages.data\(4, 2, 16, 48\)"),
         (dict(kv_pages=KVPages(jnp.zeros((4, 1, 16, 48), jnp.int8), None)), r"kv_pages.data \(int8\)"),
-        (dict(backend="tpu"), "backend='tpu'"),
+        (dict(backend="tpu"), r"kv_pages.data\(\d+, 1, 16, 48\) is not in the layout of backend='tpu'"),
+        (dict(backend="gpu"), "backend='gpu'"),
+        (dict(interpret=True), "interpret=True"),
     ],
 )
 def test_what_does_not_fit_is_named(changes: dict[str, Any], message: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,14 +21,17 @@ from jaxinfer_kernels import (
     QueryTiles,
     kv_pages_shape,
     kv_scales_shape,
+    mla_paged_attention,
+    mla_pages_shape,
     paged_attention,
 )
-from jaxinfer_kernels.specs import ATTENTION_SPECS, AttentionSpec
+from jaxinfer_kernels.specs import ATTENTION_SPECS, LATENT_SPECS, AttentionSpec
 
 pytest.importorskip("libtpu", reason="libtpu, the TPU's compiler, is not installed")
 pytestmark = pytest.mark.aot
 
-SPECS = {spec.name: spec for spec in ATTENTION_SPECS}
+SPECS = {spec.name: spec for spec in (*ATTENTION_SPECS, AttentionSpec("ten-heads", 40, 10, 128))}
+LATENT = {spec.name: spec for spec in LATENT_SPECS}
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 NUM_PAGES = 257
 
@@ -35,6 +40,21 @@ NUM_PAGES = 257
 def _no_metadata_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
+def describe(chip: str) -> tuple[Callable[..., Any], Callable[[int], Any]]:
+    """Abstract arrays on one device of a chip, of a shape and dtype; and tiles, of a number of them."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
+    sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("x",)), PartitionSpec())
+
+    def array(shape: tuple[int, ...], dtype: str = "bfloat16") -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def tiles(count: int, pages_a_seq: int = 32) -> QueryTiles | None:
+        arrays = (array((count, pages_a_seq), "int32"), array((count,), "int32"), array((count,), "int32"))
+        return QueryTiles(*arrays) if count else None
+
+    return array, tiles
 
 
 def compile_step(
@@ -49,24 +69,16 @@ def compile_step(
     **options: Any,
 ) -> Any:
     """One layer's attention for one chip."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
-    sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("x",)), PartitionSpec())
-
-    def array(shape: tuple[int, ...], dtype: str = dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    def tiles(count: int) -> QueryTiles | None:
-        arrays = (array((count, pages_a_seq), "int32"), array((count,), "int32"), array((count,), "int32"))
-        return QueryTiles(*arrays) if count else None  # type: ignore[arg-type]
-
+    array, tiles = describe(chip)
     rows = num_decodes + 128 * num_tiles
     heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-    q, k, v = (array((rows, n, spec.head_dim)) for n in heads)
+    q, k, v = (array((rows, n, spec.head_dim), dtype) for n in heads)
     shape = kv_pages_shape(NUM_PAGES, spec.page_size, spec.num_kv_heads, spec.head_dim, "tpu")
     scales = None
     if jnp.dtype(kv_dtype).itemsize == 1:
         scales = array(kv_scales_shape(NUM_PAGES, spec.page_size, spec.num_kv_heads, "tpu"), "float32")
-    metadata = AttentionMetadata(array((rows,), "int32"), tiles(num_decodes), tiles(num_tiles))  # type: ignore[arg-type]
+    by_kind = (tiles(count, pages_a_seq) for count in (num_decodes, num_tiles))
+    metadata = AttentionMetadata(array((rows,), "int32"), *by_kind)
     sinks = array((spec.num_heads,), "float32") if spec.sinks else None
 
     def step(q: Any, k: Any, v: Any, kv_pages: Any, metadata: Any, sinks: Any) -> Any:
@@ -85,7 +97,7 @@ def compile_step(
             **options,
         )
 
-    pages = KVPages(array(shape, kv_dtype), scales)  # type: ignore[arg-type]
+    pages = KVPages(array(shape, kv_dtype), scales)
     return jax.jit(step, donate_argnums=3).lower(q, k, v, pages, metadata, sinks).compile()
 
 
@@ -116,6 +128,10 @@ def test_a_mixed_step_on_every_chip(chip: str, kv_dtype: str) -> None:
     check_compiled(compiled, num_kernels=2)
 
 
+# Where kv heads are not 1, 2, 4 or a multiple of 8, XLA keeps scales in another order, for less padding.
+copies_scales = pytest.mark.xfail(reason="scales of 10 kv heads are copied", strict=True)
+
+
 @pytest.mark.parametrize(
     ("name", "page_size", "dtype", "kv_dtype"),
     [
@@ -130,6 +146,7 @@ def test_a_mixed_step_on_every_chip(chip: str, kv_dtype: str) -> None:
         ("llama-4-scout-local", 128, "bfloat16", "bfloat16"),
         ("a-shard", 16, "float32", "float32"),
         ("group-of-7", 16, "bfloat16", "int8"),
+        pytest.param("ten-heads", 16, "bfloat16", "int8", marks=copies_scales),
         ("one-head", 16, "float32", "float8_e4m3fn"),
     ],
 )
@@ -137,6 +154,25 @@ def test_shapes_and_features(name: str, page_size: int, dtype: str, kv_dtype: st
     spec = replace(SPECS[name], page_size=page_size)
     sizes: dict[str, Any] = dict(num_decodes=8, num_tiles=2, dtype=dtype, kv_dtype=kv_dtype)
     check_compiled(compile_step("v5e", spec, **sizes, return_lse=spec.sinks), num_kernels=2)
+
+
+@pytest.mark.parametrize(
+    ("chip", "name", "num_heads"),
+    [*((chip, "deepseek-v3-a-shard", 16) for chip in TOPOLOGIES), ("v5e", "deepseek-v2-lite", 128)],
+)
+def test_latent_attention(chip: str, name: str, num_heads: int) -> None:
+    """A shard of DeepSeek-V3 on every chip, and all of its heads on one chip in small pages."""
+    spec, (array, tiles) = LATENT[name], describe(chip)
+    rows = 64 + 4 * 128
+    shape = mla_pages_shape(NUM_PAGES, spec.page_size, spec.latent_dim, spec.rope_dim, "tpu")
+    args = (
+        *(array((rows, num_heads, size)) for size in (spec.latent_dim, spec.rope_dim)),
+        *(array((rows, size)) for size in (spec.latent_dim, spec.rope_dim)),
+        KVPages(array(shape), None),
+        AttentionMetadata(array((rows,), "int32"), tiles(64), tiles(4)),
+    )
+    step = partial(mla_paged_attention, scale=0.1, backend="tpu")
+    check_compiled(jax.jit(step, donate_argnums=4).lower(*args).compile(), num_kernels=2)
 
 
 @pytest.mark.parametrize(("num_decodes", "num_tiles"), [(256, 0), (0, 8)])

@@ -7,7 +7,8 @@ queries are 0 over the lanes that are not K's, and the output has V's lanes and 
 page is that of one head whose value is the first part of its key.
 
 The scales of a quantised page are [K, L]: those of a head's keys and then of its values, L lanes, a
-multiple of 128. Rows of page_size lanes, fewer than 128, XLA would keep in another order than the kernels.
+multiple of 128. Rows of page_size lanes, fewer than 128, XLA would keep in another order than the kernels,
+as it does still where K is not 1, 2, 4 or a multiple of 8: it then copies all scales at each step.
 
 Dims: T tokens, S decode rows, R prefill tiles of B rows, N query heads, K kv heads, G = N / K query
 heads a kv head, H head_dim, W lanes of a token.

@@ -10,6 +10,7 @@ Dims: M rows, E groups, D inputs, F outputs, V visits.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def block_sizes(
 
 
 def grouped_matmul(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, interpret: bool = False
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, interpret: Any = False
 ) -> jax.Array:
     """See `matmul.grouped_matmul`.
 

@@ -9,6 +9,7 @@ Dims: M rows, D inputs, F outputs, G inputs of a group.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def block_sizes(num_rows: int, num_inputs: int, num_outputs: int, group: int) ->
     return rows, inputs, outputs
 
 
-def in_groups(lhs: jax.Array, weights: jax.Array, scales: jax.Array, *, interpret: bool = False) -> jax.Array:
+def in_groups(lhs: jax.Array, weights: jax.Array, scales: jax.Array, *, interpret: Any = False) -> jax.Array:
     """See `quantized.in_groups`: lhs [M, D], int4 weights [D, F], scales [D / G, F] -> [M, F].
 
     Raises:
