@@ -77,17 +77,17 @@ def check(args: dict[str, Any], valid: np.ndarray, out: jax.Array, pages: KVPage
     """Outputs and the whole cache but the null page equal the reference's."""
     width = args["latent"].shape[1] + args["k_rope"].shape[1]
     given = args["kv_pages"]
-    plain = KVPages(given.data[..., :width], None)
-    want, want_data = reference.mla_paged_attention(**(args | dict(kv_pages=plain)))
+    plain: dict[str, Any] = dict(kv_pages=KVPages(given.data[..., :width], None))
+    want, want_data = reference.mla_paged_attention(**(args | plain))
     dtype = args["latent"].dtype.name
-    out, want = np.asarray(out, np.float64)[valid], want[valid]
+    got, want = np.asarray(out, np.float64)[valid], want[valid]
     if dtype == "float32":
-        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     else:
         # Weights, output and each element of the scaled query are rounded once, by 2^-8 at most: see
         # attention_cases.assert_within_rounding. Values are normal numbers, here at most 5.
         logit_error = 4 * args["scale"] * np.sqrt(args["q_latent"].shape[2])
-        assert np.abs(out - want).max() <= 2**-8 * (2 + logit_error) * 5
+        assert np.abs(got - want).max() <= 2**-8 * (2 + logit_error) * 5
     np.testing.assert_array_equal(
         np.asarray(pages.data).view(pages.dtype).astype(np.float64)[1:, ..., :width], want_data[1:]
     )

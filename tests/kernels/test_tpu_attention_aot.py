@@ -42,7 +42,7 @@ def _no_metadata_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
-def describe(chip: str) -> tuple[Callable[..., Any], Callable[[int], Any]]:
+def describe(chip: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Abstract arrays on one device of a chip, of a shape and dtype; and tiles, of a number of them."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
     sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("x",)), PartitionSpec())

@@ -42,5 +42,5 @@ def test_groups_of_rows(sizes: list[int]) -> None:
     out = jax.jit(lambda *args: grouped_matmul.grouped_matmul(*args, interpret=SIMULATED))(
         lhs, rhs, jnp.asarray(sizes, jnp.int32)
     )
-    want = reference.grouped_matmul(lhs, rhs, sizes)
+    want = reference.grouped_matmul(lhs, rhs, np.asarray(sizes))
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)

@@ -126,20 +126,20 @@ class Body(ABC):
         rows: pl.Slice,
         part: slice,
         state: tuple[Ref, Ref, Ref],
-        seen: jax.Array | None,
-        used: jax.Array | None,
+        masks: tuple[jax.Array, jax.Array] | None,
     ) -> None:
         """Attends from q [rows of queries, lanes] to a `part` of a block, and updates the state.
 
-        The block lies in `rows` of a head in the buffer kv. `seen` [rows of queries, positions of the part]
-        masks, if given; `used` [1, positions of the part] is given with it.
+        The block lies in `rows` of a head in the buffer kv. The masks, if any are needed, are which of the
+        part's positions each query sees [rows of queries, positions], and which are in use [1, positions].
         """
         part_rows = pl.ds(rows.start + part.start, part.stop - part.start)
         keys = kv[head, part_rows, self.lanes.keys].astype(q.dtype)
         values = kv[head, part_rows, self.lanes.values].astype(q.dtype)
         key_scales, value_scales = head_scales(self.scratch, head, rows, part)
         logits = self.options.logits(matmul(q, keys, (1, 1)), key_scales)
-        if seen is not None:
+        if masks is not None:
+            seen, used = masks
             logits = jnp.where(seen, logits, MASKED)
             if value_scales is not None:
                 value_scales = jnp.where(used, value_scales, 0.0)

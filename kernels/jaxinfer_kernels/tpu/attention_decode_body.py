@@ -133,7 +133,7 @@ class DecodeBody(Body):
         def attend_head(head: Scalar) -> None:
             q = self.inputs["q"][place, head]
             max_, total, acc = (self.scratch[name].at[head] for name in ("max", "total", "acc"))
-            self.add_block(q, kv, head, rows, slice(0, c), (max_, total, acc), seen, seen[:1])
+            self.add_block(q, kv, head, rows, slice(0, c), (max_, total, acc), (seen, seen[:1]))
 
         self.each_head(attend_head)
 

@@ -217,16 +217,16 @@ class PrefillBody(Body):
     def attend(self, queries: Pass, kv: Ref, rows: pl.Slice, part: slice, position: Scalar | None) -> None:
         """A part of a computed block; `position`, where the block begins, is given if masks are needed."""
         q = self.inputs["q"][queries.head, queries.rows, :]
-        seen = used = None
+        masks = None
         if position is not None:
             positions = part.stop - part.start
             seen = self.seen(queries.part, position + part.start, (q.shape[0], positions))
             at = position + part.start + lax.broadcasted_iota(jnp.int32, (1, positions), 1)
-            used = (at >= self.first_seen(self.tile)) & (at < self.kv_len[self.tile])
+            masks = seen, (at >= self.first_seen(self.tile)) & (at < self.kv_len[self.tile])
         max_, total, acc = (
             self.scratch[name].at[queries.head, queries.rows] for name in ("max", "total", "acc")
         )
-        self.add_block(q, kv, queries.head, rows, part, (max_, total, acc), seen, used)
+        self.add_block(q, kv, queries.head, rows, part, (max_, total, acc), masks)
 
     def seen(self, part: Scalar, position: Scalar, shape: tuple[int, ...]) -> jax.Array:
         """[rows of a pass, positions]: which of the positions from `position` on each query sees."""
