@@ -108,6 +108,32 @@ def test_in_chunks_or_at_once(backend: Backend, name: str, dtype: str, kv_dtype:
 
 @backends
 @cases
+def test_after_a_prefix(backend: Backend, name: str, dtype: str, kv_dtype: str) -> None:
+    """Of some pages: tiles begin elsewhere, so that a row has other company in its tile."""
+    tile, start = prefill_tile_tokens(backend), 16
+    case = make_case(SPECS[name], [], [(0, 3 * tile - 3)], dtype=dtype, kv_dtype=kv_dtype, backend=backend)
+    out, lse, pages = run(case)
+    numbers = unpack_kv_pages(pages, case.spec.num_kv_heads, case.spec.head_dim, backend)
+    prefill = case.metadata.prefill
+    assert prefill is not None
+    starts = prefill.start + start
+    tiles = replace(prefill, start=starts, kv_len=jnp.clip(starts + tile, max=prefill.kv_len.max()))
+    rows = slice(start, None)
+    later = [jnp.pad(x[rows], [(0, start), (0, 0), (0, 0)]) for x in (case.q, case.k, case.v)]
+    index = jnp.pad(case.metadata.kv_write_index[rows], (0, start))
+    part = replace(
+        case,
+        **dict(zip("qkv", later, strict=True)),
+        numbers=numbers,
+        scales=unpack_kv_scales(pages, backend),
+        metadata=AttentionMetadata(index, None, tiles),
+        valid=np.pad(case.valid[rows], (0, start)),
+    )
+    same(run(part)[:2], (out[rows], lse[rows]))
+
+
+@backends
+@cases
 def test_pages_moved(backend: Backend, name: str, dtype: str, kv_dtype: str) -> None:
     case = make_case(SPECS[name], [70, 300], [(40, 50)], dtype=dtype, kv_dtype=kv_dtype, backend=backend)
     moved_to = np.random.default_rng(1).permutation(len(case.numbers) - 1) + 1

@@ -41,11 +41,11 @@ class PrefillBlocks(Blocks):
 
 @dataclass(frozen=True)
 class Pass:
-    """Query rows that are computed at once: some heads of a group, each with the rows of one part.
+    """Query rows that are computed at once: some heads of a group, each with some of the tile's rows.
 
     Attributes:
       head: the kv head.
-      part: of the tile.
+      part: which of the tile's parts they belong to, where they are passed by parts.
       rows: where they lie among the head's.
     """
 
@@ -142,16 +142,15 @@ class PrefillBody(Body):
         """Query heads of a kv head."""
         return self.inputs["q"].shape[1] // self.tile_rows
 
-    def each_pass(self, body: Callable[[Pass], None]) -> None:
-        """Calls body for all of the tile's query rows."""
-        rows = self.blocks.part_rows
+    def each_pass(self, rows: int, body: Callable[[Pass], None]) -> None:
+        """Calls body for all of the tile's query rows, in parts of so many rows of each head."""
         heads = max(
             n
             for n in range(1, self.group + 1)
             if self.group % n == 0 and (n == 1 or n * rows <= self.blocks.compute_rows)
         )
         passes_a_part = self.group // heads
-        passes = passes_a_part * self.num_parts
+        passes = passes_a_part * (self.tile_rows // rows)
 
         def call(index: Scalar, _: None) -> None:
             in_head = lax.rem(index, passes)
@@ -187,16 +186,19 @@ class PrefillBody(Body):
 
             @pl.when(whole)
             def _() -> None:
-                self.each_pass(lambda p: self.attend(p, kv, rows, slice(0, c), None))
+                self.each_pass(self.tile_rows, lambda p: self.attend(p, kv, rows, slice(0, c), None))
 
             @pl.when(jnp.logical_not(whole))
             def _() -> None:
-                self.each_pass(lambda p: self.attend_edge(p, kv, rows, position))
+                self.each_pass(self.blocks.part_rows, lambda p: self.attend_edge(p, kv, rows, position))
 
         lax.fori_loop(*self.computed_blocks(self.tile, block), attend, None)
 
     def attend_edge(self, queries: Pass, kv: Ref, rows: pl.Slice, position: Scalar) -> None:
-        """A computed block that begins at `position`, of which each part of several takes what it sees."""
+        """A computed block that begins at `position`, of which each part of several takes what it sees.
+
+        The half that a part leaves out would only add zeros, so that no sum depends on where tiles begin.
+        """
         c = self.blocks.compute_tokens
         if self.num_parts == 1:
             self.attend(queries, kv, rows, slice(0, c), position)
@@ -259,7 +261,7 @@ class PrefillBody(Body):
             at = (queries.head, queries.rows)
             self.store(tuple(self.scratch[name][at] for name in ("max", "total", "acc")), at)
 
-        self.each_pass(store)
+        self.each_pass(self.tile_rows, store)
 
     def run(self) -> None:
         pipeline = self.pipeline(self.num_tiles)
