@@ -24,7 +24,7 @@ from jaxinfer_kernels.layout import AttentionMetadata, KVPages, QueryTiles
 from jaxinfer_kernels.quantize import quantize
 from jaxinfer_kernels.tpu.attention_decode import decode_attention
 from jaxinfer_kernels.tpu.attention_decode_body import DecodeBlocks
-from jaxinfer_kernels.tpu.attention_layout import LANES, Lanes, pack_kv, pad_lanes
+from jaxinfer_kernels.tpu.attention_layout import Lanes, pack_kv, pad_lanes
 from jaxinfer_kernels.tpu.attention_prefill import prefill_attention
 from jaxinfer_kernels.tpu.attention_prefill_body import PrefillBlocks
 from jaxinfer_kernels.tpu.attention_softmax import AttentionOptions
@@ -236,9 +236,8 @@ def prefill_blocks(
     """The prefill kernel's block sizes, tuned or by default."""
     sizes = dict(compute_rows=512, unroll=1) | _block_sizes("paged_attention_prefill", q, kv_pages, options)
     bounded = options.sliding_window is not None or options.attention_chunk is not None
-    half = sizes["compute_tokens"] // 2
-    skips = bounded and half < LANES and tile_rows % half == 0
-    return PrefillBlocks(**sizes, part_rows=half if skips else tile_rows)
+    halves = bounded and tile_rows == sizes["compute_tokens"]
+    return PrefillBlocks(**sizes, part_rows=tile_rows // 2 if halves else tile_rows)
 
 
 def _block_sizes(op: str, q: jax.Array, kv_pages: KVPages, options: AttentionOptions) -> dict[str, int]:

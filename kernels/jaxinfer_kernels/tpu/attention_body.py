@@ -25,6 +25,7 @@ from jaxinfer_kernels.tpu.attention_softmax import (
     AttentionOptions,
     Ref,
     Scalar,
+    State,
     finish_rows,
     matmul,
     online_softmax,
@@ -125,10 +126,10 @@ class Body(ABC):
         head: Scalar,
         rows: pl.Slice,
         part: slice,
-        state: tuple[Ref, Ref, Ref],
+        state: State,
         masks: tuple[jax.Array, jax.Array] | None,
-    ) -> None:
-        """Attends from q [rows of queries, lanes] to a `part` of a block, and updates the state.
+    ) -> State:
+        """Attends from q [rows of queries, lanes] to a `part` of a block: the state after it.
 
         The block lies in `rows` of a head in the buffer kv. The masks, if any are needed, are which of the
         part's positions each query sees [rows of queries, positions], and which are in use [1, positions].
@@ -143,10 +144,16 @@ class Body(ABC):
             logits = jnp.where(seen, logits, MASKED)
             if value_scales is not None:
                 value_scales = jnp.where(used, value_scales, 0.0)
-        running_max, total, acc = state
-        new = online_softmax(logits, values, value_scales, (running_max[...], total[...], acc[...]))
-        for ref, value in zip(state, new, strict=True):
-            ref[...] = value
+        return online_softmax(logits, values, value_scales, state)
+
+    def load_state(self, at: tuple[Any, ...]) -> State:
+        """The state of the rows `at`."""
+        running_max, total, acc = (self.scratch[name][at] for name in ("max", "total", "acc"))
+        return running_max, total, acc
+
+    def store_state(self, at: tuple[Any, ...], state: State) -> None:
+        for name, value in zip(("max", "total", "acc"), state, strict=True):
+            self.scratch[name][at] = value
 
     def begin_state(self) -> None:
         """Before the first block: nothing seen, or the sinks, as positions whose values are 0."""
@@ -163,10 +170,9 @@ class Body(ABC):
         """The running maximum of rows that lie as the sinks do."""
         self.scratch["max"][...] = self.inputs["sinks"][...] * LOG2_E
 
-    def store(self, state: tuple[jax.Array, ...], at: tuple[Any, ...]) -> None:
+    def store_output(self, at: tuple[Any, ...], state: State) -> None:
         """Writes what has come of a state to the outputs' rows `at`."""
-        running_max, total, acc = state
-        out, lse = finish_rows(running_max, total, acc)
+        out, lse = finish_rows(state)
         self.outputs["out"][at] = out.astype(self.outputs["out"].dtype)
         if "lse" in self.outputs:
             self.outputs["lse"][at] = lse

@@ -132,8 +132,8 @@ class DecodeBody(Body):
 
         def attend_head(head: Scalar) -> None:
             q = self.inputs["q"][place, head]
-            max_, total, acc = (self.scratch[name].at[head] for name in ("max", "total", "acc"))
-            self.add_block(q, kv, head, rows, slice(0, c), (max_, total, acc), (seen, seen[:1]))
+            state, masks = self.load_state((head,)), (seen, seen[:1])
+            self.store_state((head,), self.add_block(q, kv, head, rows, slice(0, c), state, masks))
 
         self.each_head(attend_head)
 
@@ -154,12 +154,7 @@ class DecodeBody(Body):
 
     def end_row(self, row: Scalar) -> None:
         place = lax.rem(row, self.blocks.sequences)
-
-        def store(head: Scalar) -> None:
-            state = tuple(self.scratch[name][head] for name in ("max", "total", "acc"))
-            self.store(state, (place, head))
-
-        self.each_head(store)
+        self.each_head(lambda head: self.store_output((place, head), self.load_state((head,))))
 
     def run(self) -> None:
         sequences = self.blocks.sequences

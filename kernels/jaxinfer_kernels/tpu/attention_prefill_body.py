@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,26 +32,20 @@ class PrefillBlocks(Blocks):
 
     Attributes:
       compute_rows: query rows that are computed at once, at most; heads of a group share a pass.
-      part_rows: rows of a part of a tile. Each part of several skips halves of blocks that it does not see.
+      part_rows: rows of a part of a tile, which are all, or half: then halves of computed blocks that a
+        part does not see are skipped.
     """
 
     compute_rows: int
     part_rows: int
 
 
-@dataclass(frozen=True)
-class Pass:
-    """Query rows that are computed at once: some heads of a group, each with some of the tile's rows.
+class Pass(NamedTuple):
+    """Query heads that are computed at once, with all of the tile's rows: `count` of a kv head's group."""
 
-    Attributes:
-      head: the kv head.
-      part: which of the tile's parts they belong to, where they are passed by parts.
-      rows: where they lie among the head's.
-    """
-
-    head: Scalar
-    part: Scalar
-    rows: pl.Slice
+    kv_head: Scalar
+    first: Scalar
+    count: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,25 +136,27 @@ class PrefillBody(Body):
         """Query heads of a kv head."""
         return self.inputs["q"].shape[1] // self.tile_rows
 
-    def each_pass(self, rows: int, body: Callable[[Pass], None]) -> None:
-        """Calls body for all of the tile's query rows, in parts of so many rows of each head."""
+    def each_pass(self, body: Callable[[Pass], None]) -> None:
+        """Calls body for all of the tile's query rows."""
         heads = max(
             n
             for n in range(1, self.group + 1)
-            if self.group % n == 0 and (n == 1 or n * rows <= self.blocks.compute_rows)
+            if self.group % n == 0 and (n == 1 or n * self.tile_rows <= self.blocks.compute_rows)
         )
-        passes_a_part = self.group // heads
-        passes = passes_a_part * (self.tile_rows // rows)
+        passes = self.group // heads
 
         def call(index: Scalar, _: None) -> None:
-            in_head = lax.rem(index, passes)
-            at = pl.multiple_of(in_head * (heads * rows), heads * rows)
-            part = lax.div(in_head, passes_a_part)
-            body(Pass(lax.div(index, passes), part, pl.ds(at, heads * rows)))
+            body(Pass(lax.div(index, passes), lax.rem(index, passes) * heads, heads))
 
         count = self.num_kv_heads * passes
         unroll = self.blocks.unroll if count % self.blocks.unroll == 0 else 1
         lax.fori_loop(0, count, call, None, unroll=unroll)
+
+    def rows_of(self, heads: Pass, part: int) -> tuple[Scalar, pl.Slice]:
+        """Where the rows of a part of the tile lie, of the heads of a pass."""
+        rows = self.blocks.part_rows
+        at = part * self.group * rows + heads.first * rows
+        return heads.kv_head, pl.ds(pl.multiple_of(at, rows), heads.count * rows)
 
     def run_block(self, block: Scalar, buffer: Scalar) -> None:
         """All computed blocks of a fetched block in which any query of the tile sees something."""
@@ -184,53 +180,58 @@ class PrefillBody(Body):
 
             whole = (position + c - 1 <= start) & (position >= last_first)
 
-            @pl.when(whole)
-            def _() -> None:
-                self.each_pass(self.tile_rows, lambda p: self.attend(p, kv, rows, slice(0, c), None))
-
-            @pl.when(jnp.logical_not(whole))
-            def _() -> None:
-                self.each_pass(self.blocks.part_rows, lambda p: self.attend_edge(p, kv, rows, position))
+            everything = (slice(0, c),) * self.num_parts
+            pl.when(whole)(lambda: self.attend(kv, rows, everything, None))
+            pl.when(jnp.logical_not(whole))(lambda: self.attend_edge(kv, rows, position))
 
         lax.fori_loop(*self.computed_blocks(self.tile, block), attend, None)
 
-    def attend_edge(self, queries: Pass, kv: Ref, rows: pl.Slice, position: Scalar) -> None:
-        """A computed block that begins at `position`, of which each part of several takes what it sees.
+    def attend_edge(self, kv: Ref, rows: pl.Slice, position: Scalar) -> None:
+        """A computed block, from `position` on, of which queries see parts.
 
-        The half that a part leaves out would only add zeros, so that no sum depends on where tiles begin.
+        Of two parts of a tile one may see half of it only. The other half would add zeros, so that no sum
+        depends on where tiles begin.
         """
-        c = self.blocks.compute_tokens
+        half = self.blocks.compute_tokens // 2
+        everything, low, high = slice(0, 2 * half), slice(0, half), slice(half, 2 * half)
         if self.num_parts == 1:
-            self.attend(queries, kv, rows, slice(0, c), position)
+            self.attend(kv, rows, (everything,), position)
             return
-        begin = self.start[self.tile] + queries.part * self.blocks.part_rows
-        end = jnp.minimum(begin + self.blocks.part_rows, self.kv_len[self.tile])
-        first, middle = self.options.first_seen(begin), position + c // 2
-        has_queries = begin < end
-        low = has_queries & (first < middle) & (end > position)
-        high = has_queries & (first < position + c) & (end > middle)
-        for wanted, part in (
-            (low & high, slice(0, c)),
-            (low & jnp.logical_not(high), slice(0, c // 2)),
-            (high & jnp.logical_not(low), slice(c // 2, c)),
-        ):
-            pl.when(wanted)(partial(self.attend, queries, kv, rows, part, position))
+        second, middle = self.start[self.tile] + self.blocks.part_rows, position + half
+        first_sees_low = jnp.minimum(second, self.kv_len[self.tile]) <= middle
+        second_sees_high = jnp.logical_not(first_sees_low) & (self.options.first_seen(second) >= middle)
+        neither = jnp.logical_not(first_sees_low | second_sees_high)
+        pl.when(first_sees_low)(lambda: self.attend(kv, rows, (low, everything), position))
+        pl.when(second_sees_high)(lambda: self.attend(kv, rows, (everything, high), position))
+        pl.when(neither)(lambda: self.attend(kv, rows, (everything, everything), position))
 
-    def attend(self, queries: Pass, kv: Ref, rows: pl.Slice, part: slice, position: Scalar | None) -> None:
-        """A part of a computed block; `position`, where the block begins, is given if masks are needed."""
-        q = self.inputs["q"][queries.head, queries.rows, :]
-        masks = None
-        if position is not None:
-            positions = part.stop - part.start
-            seen = self.seen(queries.part, position + part.start, (q.shape[0], positions))
-            at = position + part.start + lax.broadcasted_iota(jnp.int32, (1, positions), 1)
-            masks = seen, (at >= self.first_seen(self.tile)) & (at < self.kv_len[self.tile])
-        max_, total, acc = (
-            self.scratch[name].at[queries.head, queries.rows] for name in ("max", "total", "acc")
-        )
-        self.add_block(q, kv, queries.head, rows, part, (max_, total, acc), masks)
+    def attend(self, kv: Ref, rows: pl.Slice, parts: tuple[slice, ...], position: Scalar | None) -> None:
+        """A computed block, of which each part of the tile gets what `parts` says.
 
-    def seen(self, part: Scalar, position: Scalar, shape: tuple[int, ...]) -> jax.Array:
+        `position`, where the block begins, is given if masks are needed.
+        """
+
+        def attend_pass(heads: Pass) -> None:
+            places = [self.rows_of(heads, part) for part in range(self.num_parts)]
+            states = [self.load_state(at) for at in places]  # all, so that nothing waits for a part's stores
+            for part, of_block in enumerate(parts):
+                q = self.inputs["q"][places[part]]
+                masks = None
+                if position is not None:
+                    masks = self.masks(part, position + of_block.start, of_block.stop - of_block.start, q)
+                states[part] = self.add_block(q, kv, heads.kv_head, rows, of_block, states[part], masks)
+            for at, state in zip(places, states, strict=True):
+                self.store_state(at, state)
+
+        self.each_pass(attend_pass)
+
+    def masks(self, part: int, position: Scalar, count: int, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of `count` positions: which each query of a part sees, and which are any query's."""
+        at = position + lax.broadcasted_iota(jnp.int32, (1, count), 1)
+        used = (at >= self.first_seen(self.tile)) & (at < self.kv_len[self.tile])
+        return self.seen(part, position, (q.shape[0], count)), used
+
+    def seen(self, part: int, position: Scalar, shape: tuple[int, ...]) -> jax.Array:
         """[rows of a pass, positions]: which of the positions from `position` on each query sees."""
         at = position + lax.broadcasted_iota(jnp.int32, shape, 1)
         row = lax.rem(lax.broadcasted_iota(jnp.int32, shape, 0), self.blocks.part_rows)
@@ -257,11 +258,12 @@ class PrefillBody(Body):
                     self.scratch["max"][head, at, :] = jnp.broadcast_to(sink, (rows, LANES))
 
     def end_tile(self) -> None:
-        def store(queries: Pass) -> None:
-            at = (queries.head, queries.rows)
-            self.store(tuple(self.scratch[name][at] for name in ("max", "total", "acc")), at)
+        def store(heads: Pass) -> None:
+            for part in range(self.num_parts):
+                at = self.rows_of(heads, part)
+                self.store_output(at, self.load_state(at))
 
-        self.each_pass(self.tile_rows, store)
+        self.each_pass(store)
 
     def run(self) -> None:
         pipeline = self.pipeline(self.num_tiles)

@@ -17,6 +17,8 @@ from jaxinfer_kernels.tpu.attention_layout import LANES
 
 Ref = Any  # a Pallas reference: pl.pallas_call hands it to the kernel
 Scalar = jax.Array
+# Of rows: the running maximum and total [rows, 128], equal in all lanes, and the sum [rows, lanes].
+State = tuple[jax.Array, jax.Array, jax.Array]
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: no row that saw nothing yet turns into NaN
 LOG2_E = 1.4426950408889634
@@ -72,8 +74,8 @@ def online_softmax(
     logits: jax.Array,
     values: jax.Array,
     value_scales: jax.Array | None,
-    state: tuple[jax.Array, jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    state: State,
+) -> State:
     """Adds a block of positions (Milakov and Gimelshein, arXiv 1805.02867), to the base 2.
 
     A block in which a row sees nothing leaves the row's state as it was, bit for bit, or what has no
@@ -83,7 +85,7 @@ def online_softmax(
       logits: [rows, c] f32.
       values: [c, lanes].
       value_scales: [1, c] or None.
-      state: the running maximum and total [rows, 128], equal in all lanes, and the sum [rows, lanes].
+      state: of the rows.
     """
     running_max, total, acc = state
     new_max = jnp.maximum(running_max, logits.max(1, keepdims=True))
@@ -96,8 +98,9 @@ def online_softmax(
     return new_max, total, acc * widen(rescale, acc.shape[1]) + weighted
 
 
-def finish_rows(running_max: jax.Array, total: jax.Array, acc: jax.Array) -> tuple[jax.Array, jax.Array]:
+def finish_rows(state: State) -> tuple[jax.Array, jax.Array]:
     """The outputs [rows, lanes], and the log-sum-exps to the base e [rows, 128], equal in all lanes."""
+    running_max, total, acc = state
     total = jnp.maximum(total, 1e-30)  # of a row that saw nothing
     return acc / widen(total, acc.shape[1]), (running_max + jnp.log2(total)) * LN_2
 
