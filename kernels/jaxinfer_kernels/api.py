@@ -217,7 +217,7 @@ def mla_paged_attention(
     check_mla_paged_attention(q_latent, q_rope, latent, k_rope, kv_pages, metadata)
     check_backend("mla_paged_attention", tuple(_MLA_PAGED_ATTENTION), backend, interpret)
     sizes = (kv_pages.data.shape[0], kv_pages.page_size, latent.shape[1], k_rope.shape[1])
-    fitting = {
+    fitting: dict[Backend, Callable[..., Any]] = {
         name: partial(function, scale=scale, **({} if name == "xla" else {"interpret": interpret}))
         for name, function in _MLA_PAGED_ATTENTION.items()
         if backend in ("auto", name) and kv_pages.data.shape == mla_pages_shape(*sizes, name)

@@ -41,11 +41,11 @@ class PrefillBlocks(Blocks):
 
 
 class Pass(NamedTuple):
-    """Query heads that are computed at once, with all of the tile's rows: `count` of a kv head's group."""
+    """Query heads of a kv head's group that are computed at once, with all of the tile's rows."""
 
     kv_head: Scalar
     first: Scalar
-    count: int
+    num_heads: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ class PrefillBody(Body):
         """Where the rows of a part of the tile lie, of the heads of a pass."""
         rows = self.blocks.part_rows
         at = part * self.group * rows + heads.first * rows
-        return heads.kv_head, pl.ds(pl.multiple_of(at, rows), heads.count * rows)
+        return heads.kv_head, pl.ds(pl.multiple_of(at, rows), heads.num_heads * rows)
 
     def run_block(self, block: Scalar, buffer: Scalar) -> None:
         """All computed blocks of a fetched block in which any query of the tile sees something."""
