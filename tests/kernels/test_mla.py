@@ -93,7 +93,7 @@ def check(args: dict[str, Any], valid: np.ndarray, out: jax.Array, pages: KVPage
     )
 
 
-@pytest.mark.parametrize("copies", ["eager", "on_wait"])
+@pytest.mark.parametrize("copies", ["eager", pytest.param("on_wait", marks=pytest.mark.slow)])
 def test_no_races(copies: Any) -> None:
     """The kernel as a simulated TPU takes it: 2 heads, tiles of 16 rows."""
     steps: dict[str, Any] = dict(decodes=[70, 0, 1], prefills=[(0, 26), (37, 11)], tile=16)

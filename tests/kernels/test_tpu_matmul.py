@@ -24,6 +24,7 @@ def random(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(len(shape)).standard_normal(shape) / 10, jnp.float32)
 
 
+@pytest.mark.slow
 def test_groups_of_int4() -> None:
     """Three blocks of inputs, which add up in one block of outputs."""
     lhs = random(20, 768)
