@@ -31,6 +31,12 @@ def _tpu_mla_paged_attention(*args: Any, **options: Any) -> Any:
     return mla_paged_attention(*args, **options)
 
 
+def _gpu_mla_paged_attention(*args: Any, **options: Any) -> Any:
+    from jaxinfer_kernels.gpu.mla import mla_paged_attention
+
+    return mla_paged_attention(*args, **options)
+
+
 def _gpu_paged_attention(*args: Any, **options: Any) -> Any:
     from jaxinfer_kernels.gpu.attention import paged_attention
 
@@ -47,6 +53,7 @@ _PAGED_ATTENTION: Mapping[Backend, Callable[..., Any]] = {
 }
 _MLA_PAGED_ATTENTION: Mapping[Backend, Callable[..., Any]] = {
     "tpu": _tpu_mla_paged_attention,
+    "gpu": _gpu_mla_paged_attention,
     "xla": xla.mla_paged_attention,
 }
 
@@ -205,8 +212,8 @@ def mla_paged_attention(
       kv_pages: of `create_mla_pages`, donated by the caller so that it is written in place.
       metadata: as for `paged_attention`.
       scale: multiplies the logits.
-      backend: tpu, xla or "auto", as for `paged_attention`.
-      interpret: runs the tpu kernel, asked for by name, by interpretation on the CPU.
+      backend: as for `paged_attention`.
+      interpret: as for `paged_attention`.
 
     Returns:
       [T, N, R] outputs in the latent space, in q_latent's dtype, and the pages.

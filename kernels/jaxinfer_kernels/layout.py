@@ -170,14 +170,30 @@ def mla_pages_shape(
 
     xla: [num_pages, 1, page_size, latent_dim + rope_dim]. tpu: that, with the last up to a multiple of 128.
 
+    gpu: [num_pages, 1, page_size, 1, latent_dim + rope_dim up to a multiple of 64]: as for
+    `kv_pages_shape`, with one vector a token.
+
     Raises:
-      ValueError: the backend has no such layout.
+      ValueError: the backend has no layout.
     """
     if backend == "tpu":
         return attention_layout.latent_pages_shape(num_pages, page_size, latent_dim, rope_dim)
+    if backend == "gpu":
+        return (num_pages, 1, page_size, 1, -(-(latent_dim + rope_dim) // 64) * 64)
     if backend == "xla":
         return (num_pages, 1, page_size, latent_dim + rope_dim)
-    raise ValueError(f"backend={backend!r} has no layout of latent pages; 'tpu' and 'xla' have")
+    raise ValueError(f"backend={backend!r} must be tpu, gpu or xla")
+
+
+def pack_mla_pages(numbers: jax.Array, latent_dim: int, backend: Backend = "xla") -> KVPages:
+    """Rows [num_pages, 1, page_size, R + Hr] of bfloat16, float16 or float32, in a backend's layout."""
+    num_pages, _, page_size, width = numbers.shape
+    shape = mla_pages_shape(num_pages, page_size, latent_dim, width - latent_dim, backend)
+    name = numbers.dtype.name
+    if backend == "xla":
+        return KVPages(jax.lax.bitcast_convert_type(numbers, _XLA_STORAGE.get(name, name)), None)
+    padding = ((0, 0), (0, 0), (0, 0), (0, shape[-1] - width))
+    return KVPages(jnp.pad(numbers, padding).reshape(shape), None)
 
 
 def pack_kv_pages(numbers: jax.Array, scales: jax.Array | None, backend: Backend = "xla") -> KVPages:

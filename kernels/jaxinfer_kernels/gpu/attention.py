@@ -35,7 +35,7 @@ def paged_attention(
     sliding_window: int | None,
     attention_chunk: int | None,
     soft_cap: float | None,
-    interpret: bool,
+    interpret: Any,
 ) -> tuple[jax.Array, jax.Array, KVPages]:
     """See `api.paged_attention`: outputs [T, N, H], log-sum-exps [T, N] and the pages.
 

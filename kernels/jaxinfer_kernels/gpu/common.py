@@ -37,10 +37,14 @@ def compiler_params(reduction_scratch_bytes: int) -> plgpu.CompilerParams:
     )
 
 
-def interpret_params(interpret: bool) -> Any:
-    """What `plgpu.kernel(interpret=)` takes. Raises ValueError where jax cannot interpret such kernels."""
-    if not interpret:
-        return False
+def interpret_params(interpret: Any) -> Any:
+    """What `plgpu.kernel(interpret=)` takes: False, True or jax's own parameters, as they are.
+
+    Raises:
+      ValueError: jax cannot interpret such kernels.
+    """
+    if interpret is not True:
+        return interpret
     if not hasattr(plgpu, "InterpretGPUParams"):
         raise ValueError(f"interpret=True for GPU kernels needs jax 0.11 or later, this is {jax.__version__}")
     return plgpu.InterpretGPUParams()

@@ -9,7 +9,8 @@ Splits (Dao et al., Flash-Decoding, 2023) start at multiples of their size from 
 tile, and their size follows from the visible length alone: results do not depend on the batch.
 
 Dims: R sequences, N query heads, K kv heads, G queries a kv head, n = G up to a multiple of 8,
-H head_dim of the pages, S splits a sequence at most, I = R * S work items.
+H head_dim of the pages, S splits a sequence at most, I = R * S splits in all, B blocks of n queries that
+attend to pages together, W columns of a page's row, D of a key, V of a value.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def decode_attention(
     sinks: jax.Array | None,
     num_blocks: int,
     num_stages: int,
-    interpret: bool,
+    interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """q [R, N, H], one query a sequence -> outputs [R, N, H] and natural log-sum-exps [R, N] f32."""
     num_rows, num_heads, head_dim = q.shape
@@ -69,7 +70,14 @@ def decode_attention(
     queries = q.reshape(num_rows, num_kv_heads, group, head_dim)
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padding[0]), (0, padding[1])))
     work = make_work_list(tiles.kv_len, tiles.page_table.shape[1] * kv_pages.shape[2], visibility)
-    kernel = _Decode(logits, visibility, num_kv_heads, kv_pages.shape[2], num_blocks, num_stages, interpret)
+    kernel = DecodeKernel(
+        logits=logits,
+        visibility=visibility,
+        values=(kv_pages.shape[3] // 2, kv_pages.shape[3]),
+        num_blocks=num_blocks,
+        num_stages=num_stages,
+        interpret=interpret,
+    )
     partial_out, partial_lse = kernel(queries, kv_pages, scales, tiles, work)
     return merge_splits(partial_out, partial_lse, work, sinks, q)
 
@@ -87,22 +95,24 @@ class WorkList:
     num_splits: jax.Array  # [R] i32; 0 for a row of padding
 
 
-def make_work_list(kv_len: jax.Array, max_tokens: int, visibility: Visibility) -> WorkList:
+def make_work_list(
+    kv_len: jax.Array, max_tokens: int, visibility: Visibility, max_splits: int = MAX_SPLITS
+) -> WorkList:
     """Splits the visible part of each sequence of kv_len [R] positions, max_tokens of them at most.
 
-    A split is MIN_SPLIT_TOKENS positions, doubled until MAX_SPLITS of them hold the visible part.
+    A split is MIN_SPLIT_TOKENS positions, doubled until max_splits of them hold the visible part.
     """
     visible_limit = min(max_tokens, visibility.limit(max_tokens) + TILE_TOKENS - 1)
     first = visibility.first(jnp.maximum(kv_len - 1, 0)) // TILE_TOKENS * TILE_TOKENS
     visible = kv_len - first
     size = MIN_SPLIT_TOKENS
     sizes = jnp.full_like(kv_len, size)
-    while size * MAX_SPLITS < visible_limit:
-        sizes = jnp.where(visible > size * MAX_SPLITS, 2 * size, sizes)
+    while size * max_splits < visible_limit:
+        sizes = jnp.where(visible > size * max_splits, 2 * size, sizes)
         size *= 2
     num_splits = (visible + sizes - 1) // sizes  # 0 where the length is 0
     ends = jnp.cumsum(num_splits)
-    items = jnp.arange(kv_len.shape[0] * min(MAX_SPLITS, -(-visible_limit // MIN_SPLIT_TOKENS)))
+    items = jnp.arange(kv_len.shape[0] * min(max_splits, -(-visible_limit // MIN_SPLIT_TOKENS)))
     row = jnp.searchsorted(ends, items, side="right", method="compare_all")
     row = jnp.minimum(row, kv_len.shape[0] - 1).astype(jnp.int32)
     first_item = ends - num_splits
@@ -115,7 +125,7 @@ def make_work_list(kv_len: jax.Array, max_tokens: int, visibility: Visibility) -
 class _Refs:
     """The kernel's operands, results and scratch, as `plgpu.kernel` hands them over."""
 
-    q: Ref  # [R, K, n, H]
+    q: Ref  # [R, B, n, D]
     kv_pages: Ref
     page_table: Ref
     kv_len: Ref
@@ -125,10 +135,10 @@ class _Refs:
     ends: Ref
     out: Ref
     lse: Ref
-    q_smem: Ref  # [2, n, H]
-    kv_smem: Ref  # [stages, tile, 2H], as in the pages
+    q_smem: Ref  # [2, n, D]
+    kv_smem: Ref  # [stages, tile, W], as in the pages
     weights_smem: Ref  # [n, tile]
-    out_smem: Ref  # [H, n]
+    out_smem: Ref  # [V, n]
     lse_smem: Ref  # [n]
     q_ready: Ref  # two barriers
     q_consumed: Ref
@@ -136,16 +146,17 @@ class _Refs:
     kv_consumed: Ref
     scales: Ref = None  # of quantised pages, as what follows
     scales_smem: Ref = None  # [stages, 2, tile]
-    wide_smem: Ref = None  # [tile, 2H]
+    wide_smem: Ref = None  # [tile, W]
 
 
 @dataclass(frozen=True)
 class _Item:
-    """One split of one sequence and one KV head, as kernel scalars. Positions are of the sequence."""
+    """One split of one sequence and one block of queries, as kernel scalars. Positions are the sequence's."""
 
     split: Any  # its index in the work list
     row: Any
-    head: Any
+    block: Any  # of queries
+    head: Any  # of the pages
     begin: Any
     num_tiles: Any
     first: Any  # the first position that the query sees
@@ -157,14 +168,23 @@ class _Item:
 
 
 @dataclass(frozen=True)
-class _Decode:
+class DecodeKernel:
+    """The kernel for pages whose rows hold a key, as wide as the queries, and somewhere a value.
+
+    Attributes:
+      logits, visibility: of the layer.
+      values: the first column of a page's row that is the value's, and one past the last.
+      num_blocks: of the grid.
+      num_stages: tiles of KV in shared memory.
+      interpret: False, True or jax's parameters.
+    """
+
     logits: Logits
     visibility: Visibility
-    num_kv_heads: int
-    page_size: int
+    values: tuple[int, int]
     num_blocks: int
     num_stages: int
-    interpret: bool
+    interpret: Any
 
     def __call__(
         self,
@@ -174,14 +194,26 @@ class _Decode:
         tiles: QueryTiles,
         work: WorkList,
     ) -> tuple[jax.Array, jax.Array]:
-        """q [R, K, n, H] -> normalised outputs [I, K, H, n] f32 and base-2 log-sum-exps [I, K, n]."""
-        num_items, (columns, head_dim), stages = work.row.shape[0], q.shape[2:], self.num_stages
-        copies = copies_a_tile(TILE_TOKENS, self.page_size, scaled=scales is not None)
+        """Attends the queries to their splits.
+
+        Args:
+          q: [R, B, n, D]; B is a multiple of the pages' heads, and neighbours share one.
+          kv_pages: [pages, K, page_size, W].
+          scales: [pages, 2K, page_size] of quantised pages, else None.
+          tiles: page tables and lengths of the rows.
+          work: the splits.
+
+        Returns:
+          Normalised outputs [I, B, V, n] f32 and base-2 log-sum-exps [I, B, n].
+        """
+        num_items, (query_blocks, columns, head_dim) = work.row.shape[0], q.shape[1:]
+        stages, width, value_dim = self.num_stages, kv_pages.shape[3], self.values[1] - self.values[0]
+        copies = copies_a_tile(TILE_TOKENS, kv_pages.shape[2], scaled=scales is not None)
         scratch_types: dict[str, Any] = dict(
             q_smem=tiled_smem((2, columns, head_dim), q.dtype),
-            kv_smem=tiled_smem((stages, TILE_TOKENS, 2 * head_dim), kv_pages.dtype),
+            kv_smem=tiled_smem((stages, TILE_TOKENS, width), kv_pages.dtype),
             weights_smem=tiled_smem((columns, TILE_TOKENS), q.dtype),
-            out_smem=plgpu.SMEM((head_dim, columns), jnp.float32),
+            out_smem=plgpu.SMEM((value_dim, columns), jnp.float32),
             lse_smem=plgpu.SMEM((columns,), jnp.float32),
             q_ready=plgpu.Barrier(num_barriers=2),
             q_consumed=plgpu.Barrier(num_barriers=2),
@@ -190,12 +222,12 @@ class _Decode:
         )
         if scales is not None:
             scratch_types["scales_smem"] = plgpu.SMEM((stages, 2, TILE_TOKENS), jnp.float32)
-            scratch_types["wide_smem"] = tiled_smem((TILE_TOKENS, 2 * head_dim), q.dtype)
+            scratch_types["wide_smem"] = tiled_smem((TILE_TOKENS, width), q.dtype)
         run = plgpu.kernel(
             self._body,
             out_type=(
-                jax.ShapeDtypeStruct((num_items, self.num_kv_heads, head_dim, columns), jnp.float32),
-                jax.ShapeDtypeStruct((num_items, self.num_kv_heads, columns), jnp.float32),
+                jax.ShapeDtypeStruct((num_items, query_blocks, value_dim, columns), jnp.float32),
+                jax.ShapeDtypeStruct((num_items, query_blocks, columns), jnp.float32),
             ),
             scratch_types=scratch_types,
             grid=(self.num_blocks,),
@@ -214,7 +246,7 @@ class _Decode:
         *inputs, out, lse = refs
         names = ("q", "kv_pages", "page_table", "kv_len", "num_items", "rows", "begins", "ends", "scales")
         r = _Refs(**dict(zip(names, inputs, strict=False)), out=out, lse=lse, **scratch)
-        left = r.num_items[0] * self.num_kv_heads - lax.axis_index("block")
+        left = r.num_items[0] * r.q.shape[1] - lax.axis_index("block")
         num_items = ceil_div(jnp.maximum(left, 0), self.num_blocks)  # items are dealt in turn
         for warpgroup, part in enumerate((self._attend_item, self._fetch_item)):
 
@@ -226,15 +258,18 @@ class _Decode:
         plgpu.wait_smem_to_gmem(0)
 
     def _item(self, r: _Refs, index: Any) -> _Item:
-        """The block's item of this index; heads of one split are neighbours in the grid."""
+        """The block's item of this index; queries of one split are neighbours in the grid."""
+        query_blocks, num_kv_heads = r.q.shape[1], r.kv_pages.shape[1]
         flat = lax.axis_index("block") + index * self.num_blocks
-        split = lax.div(flat, jnp.int32(self.num_kv_heads))
+        split = lax.div(flat, jnp.int32(query_blocks))
         row, begin = r.rows[split], r.begins[split]
         length = r.kv_len[row]
+        block = flat - split * query_blocks
         return _Item(
             split=split,
             row=row,
-            head=flat - split * self.num_kv_heads,
+            block=block,
+            head=lax.div(block, jnp.int32(query_blocks // num_kv_heads)),
             begin=begin,
             num_tiles=ceil_div(r.ends[split] - begin, TILE_TOKENS),
             first=self.visibility.first(length - 1),
@@ -251,7 +286,7 @@ class _Decode:
             plgpu.barrier_wait(r.q_consumed.at[item.q_slot])
 
         plgpu.copy_gmem_to_smem(
-            r.q.at[item.row, item.head], r.q_smem.at[item.q_slot], r.q_ready.at[item.q_slot]
+            r.q.at[item.row, item.block], r.q_smem.at[item.q_slot], r.q_ready.at[item.q_slot]
         )
 
         def fetch(tile: Any, step: Any) -> Any:
@@ -271,14 +306,14 @@ class _Decode:
     def _attend_item(self, r: _Refs, index: Any, step: Any) -> Any:
         """Attends to one item's tiles and stores its part of the output. See `_fetch_item`."""
         item = self._item(r, index)
-        columns, head_dim = r.q_smem.shape[1:]
+        value_dim, columns = r.out_smem.shape
         plgpu.barrier_wait(r.q_ready.at[item.q_slot])
         by_column = plgpu.Layout.WGMMA.reduce(0)
         carry = (
             step,
             plgpu.layout_cast(jnp.full((columns,), -jnp.inf, jnp.float32), by_column),
             plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), by_column),
-            plgpu.layout_cast(jnp.zeros((head_dim, columns), jnp.float32), plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.zeros((value_dim, columns), jnp.float32), plgpu.Layout.WGMMA),
         )
         step, maximum, total, acc = lax.fori_loop(
             0, item.num_tiles, lambda tile, carry: self._attend_tile(r, item, tile, carry), carry
@@ -288,8 +323,8 @@ class _Decode:
         r.out_smem[...] = acc / lax.broadcast_in_dim(total, acc.shape, [1])
         r.lse_smem[...] = maximum + jnp.log2(total)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(r.out_smem, r.out.at[item.split, item.head])
-        plgpu.copy_smem_to_gmem(r.lse_smem, r.lse.at[item.split, item.head])
+        plgpu.copy_smem_to_gmem(r.out_smem, r.out.at[item.split, item.block])
+        plgpu.copy_smem_to_gmem(r.lse_smem, r.lse.at[item.split, item.block])
         return step
 
     def _attend_tile(self, r: _Refs, item: _Item, tile: Any, carry: Any) -> Any:
@@ -308,7 +343,7 @@ class _Decode:
             plgpu.commit_smem()
             plgpu.barrier_arrive(r.kv_consumed.at[stage])
         keys = kv_smem.at[:, pl.ds(0, head_dim)]
-        values = kv_smem.at[:, pl.ds(head_dim, head_dim)]
+        values = kv_smem.at[:, pl.ds(self.values[0], self.values[1] - self.values[0])]
 
         def multiply_keys(ref: Ref) -> jax.Array:
             plgpu.wgmma(ref, keys, r.q_smem.at[item.q_slot].T)
@@ -354,14 +389,14 @@ def merge_splits(
     """Joins each sequence's splits, one after the other so that the sum's order is fixed.
 
     Args:
-      partial_out: [I, K, H, n] f32, each split's own softmax applied.
-      partial_lse: [I, K, n] f32, base 2.
+      partial_out: [I, B, V, n] f32, each split's own softmax applied.
+      partial_lse: [I, B, n] f32, base 2.
       work: the splits.
       sinks: [N] logits that take weight and give no value, or None.
-      q: [R, N, H], for its shape and dtype.
+      q: [R, N, E], for the shape and dtype of the outputs; N / B of n columns and E of V count.
 
     Returns:
-      [R, N, H] outputs, zeros in rows of padding, and natural log-sum-exps [R, N].
+      [R, N, E] outputs, zeros in rows of padding, and natural log-sum-exps [R, N].
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = partial_out.shape[1]

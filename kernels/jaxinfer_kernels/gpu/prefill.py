@@ -56,7 +56,7 @@ def prefill_attention(
     sinks: jax.Array | None,
     kv_tile_tokens: int,
     num_stages: int,
-    interpret: bool,
+    interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """q [T, N, H] in tiles of T / R rows -> outputs [T, N, H] and natural log-sum-exps [T, N] f32."""
     num_rows, num_heads, head_dim = q.shape
@@ -125,7 +125,7 @@ class _Prefill:
     kv_tile: int
     num_stages: int
     num_warpgroups: int
-    interpret: bool
+    interpret: Any
 
     def __call__(
         self,

@@ -1,0 +1,95 @@
+"""scripts/check_device.py on this machine's CPU, and what it makes of checks that go wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.processes import environment
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check_device.py"
+TIMEOUT_S = 300
+
+# In the place of device_checks.py: each way for a check to end.
+CHECKS = """
+import dataclasses, os
+from types import SimpleNamespace
+
+@dataclasses.dataclass
+class Outcome:
+    error: float = 0.5
+    bound: float = 1.0
+    ms: float = 2.0
+    num_bytes: int = 4_000_000
+    flops: int = 6_000_000_000
+    rate: str = "bf16"
+
+def device_checks(platform, kernel, *, small):
+    ways = [
+        lambda: Outcome(),
+        lambda: Outcome(error=1.5),
+        lambda: Outcome(error=float("nan")),
+        lambda: 1 / 0,
+        lambda: os._exit(3),
+        lambda: Outcome(),
+    ]
+    return [
+        SimpleNamespace(op=str(i), shape=platform, dtype=kernel, backend="xla", run=run)
+        for i, run in enumerate(ways)
+    ]
+"""
+
+
+def check_device(script: Path, output: Path, *flags: str) -> tuple[int, str, dict[str, Any]]:
+    """The exit status, what it printed, and the JSON."""
+    result = subprocess.run(
+        [sys.executable, script, f"--json_out={output}", *flags],
+        capture_output=True,
+        text=True,
+        env=environment() | {"JAX_PLATFORMS": "cpu"},
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    return result.returncode, result.stdout, json.loads(output.read_text())
+
+
+@pytest.mark.slow
+def test_every_op_is_right_and_timed_on_the_cpu(tmp_path: Path) -> None:
+    status, printed, report = check_device(SCRIPT, tmp_path / "out.json", "--small")
+    assert [row for row in report["rows"] if not row["ok"]] == []
+    assert (status, report["not_run"]) == (0, [])
+    ops = {"decode", "prefill", "attention", "mla", "quantized_matmul", "grouped_matmul"}
+    assert {row["op"] for row in report["rows"]} == ops
+    for row in report["rows"]:
+        assert 0 <= row["error"] <= row["bound"], row
+        assert row["GB/s"] == pytest.approx(row["num_bytes"] / row["ms"] / 1e6)
+        assert f"{row['op']:17}{row['shape']}" in printed
+    assert report["device"]["platform"] == "cpu"
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_costs_its_own_row(tmp_path: Path) -> None:
+    """A wrong result, no number, an exception, the end of the process: the others are still run."""
+    script = Path(shutil.copy(SCRIPT, tmp_path))
+    (tmp_path / "device_checks.py").write_text(CHECKS)
+    status, printed, report = check_device(script, tmp_path / "out.json")
+    rows = report["rows"]
+    assert [row["ok"] for row in rows] == [True, False, False, False, False, True]
+    assert "ZeroDivisionError" in rows[3]["message"]
+    assert "status 3" in rows[4]["message"]
+    assert (rows[0]["GB/s"], rows[0]["TFLOP/s"]) == (2.0, 3.0)
+    assert (status, printed.count("WRONG")) == (1, 4)
+
+
+def test_no_time_is_said(tmp_path: Path) -> None:
+    script = Path(shutil.copy(SCRIPT, tmp_path))
+    (tmp_path / "device_checks.py").write_text(CHECKS)
+    status, printed, report = check_device(script, tmp_path / "out.json", "--budget_s=0")
+    assert (status, report["rows"]) == (1, [])
+    assert len(report["not_run"]) == printed.count("not run: ") == 6
