@@ -206,7 +206,7 @@ class _Prefill:
             plgpu.set_max_registers(40, action="decrease")
             lax.fori_loop(0, block.num_tiles, lambda index, _: self._stream(r, block, index), None)
             return
-        plgpu.set_max_registers(56, action="decrease")
+        plgpu.set_max_registers(72, action="decrease")
         pl.when(block.num_tiles > 0)(lambda: self._copy_narrow(r, block, jnp.int32(0)))
         lax.fori_loop(0, block.num_tiles, lambda index, _: self._widen(r, block, index), None)
 
@@ -255,19 +255,22 @@ class _Prefill:
         pl.when(index + 1 < block.num_tiles)(lambda: self._copy_narrow(r, block, index + 1))
         slot, stage = lax.rem(index, jnp.int32(2)), self._wait_until_free(r, index)
         plgpu.barrier_wait(r.kv_landed.at[slot])
-        widen_tile(r.narrow_smem.at[slot], r.kv_smem.at[stage], self._tile(block, index))
-        for which in range(2):
-            for row in range(0, self.kv_tile, MMA_ROWS):
-                part = pl.ds(row, MMA_ROWS)
-                scales = r.narrow_scales_smem.at[slot, which, part]
-                scales = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1))
-                r.scales_smem.at[stage, which, part][...] = scales
+        tile, by_row = self._tile(block, index), plgpu.Layout.WGMMA.reduce(1)
+        widen_tile(r.narrow_smem.at[slot], r.kv_smem.at[stage], tile)
+        for row in range(0, self.kv_tile, MMA_ROWS):
+            part = pl.ds(row, MMA_ROWS)
+            positions = tile.position + row + plgpu.broadcasted_iota(jnp.int32, (MMA_ROWS,), 0, layout=by_row)
+            seen = (positions >= tile.first) & (positions < tile.length)
+            for which in range(2):
+                scales = plgpu.load(r.narrow_scales_smem.at[slot, which, part], layout=by_row)
+                # Those that nobody wrote may be NaN.
+                r.scales_smem.at[stage, which, part][...] = jnp.where(seen, scales, 0.0)
         plgpu.commit_smem()
         plgpu.barrier_arrive(r.kv_ready.at[stage])
 
     def _consume(self, r: _Refs, block: _Block, warpgroup: Any) -> None:
         """Attends the warpgroup's 64 rows to the tiles that they see."""
-        plgpu.set_max_registers(232 if r.scales is None else 224, action="increase")
+        plgpu.set_max_registers(232 if r.scales is None else 216, action="increase")
         head_dim = r.q_smem.shape[2]
         rows = pl.ds(block.tile * (self.num_warpgroups * MMA_ROWS) + warpgroup * MMA_ROWS, MMA_ROWS)
         q_smem, lse_smem = r.q_smem.at[warpgroup], r.lse_smem.at[warpgroup]
@@ -324,24 +327,25 @@ class _Prefill:
     ) -> Any:
         """One step of the online softmax (Milakov and Gimelshein, arXiv 1805.02867)."""
         maximum, total, acc = carry
-        stage = lax.rem(index, jnp.int32(self.num_stages))
+        # 0, which the compiler does not know: what depends on it stays in the loop. It would else keep the
+        # addresses of all operands of the products in registers, of which wide heads leave it none.
+        zero = lax.div(index, jnp.int32(1 << 24))
+        stage = lax.rem(index, jnp.int32(self.num_stages)) + zero
         shape, head_dim = (MMA_ROWS, self.kv_tile), acc.shape[1]
         keys = r.kv_smem.at[stage, :, pl.ds(0, head_dim)]
         values = r.kv_smem.at[stage, :, pl.ds(head_dim, head_dim)]
         plgpu.barrier_wait(r.kv_ready.at[stage])
 
         def multiply_keys(ref: Ref) -> jax.Array:
-            plgpu.wgmma(ref, r.q_smem.at[warpgroup], keys.T)
+            plgpu.wgmma(ref, r.q_smem.at[warpgroup + zero], keys.T)
             return ref[...]
 
         products = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-        v_scales = None
+        by_column = plgpu.Layout.WGMMA.reduce(0)
         if r.scales is not None:
-            layout = plgpu.Layout.WGMMA.reduce(0)
-            k_scales, v_scales = (plgpu.load(r.scales_smem.at[stage, i], layout=layout) for i in range(2))
+            k_scales = plgpu.load(r.scales_smem.at[stage, 0], layout=by_column)
             products *= lax.broadcast_in_dim(k_scales, shape, [1])
         logits = self.logits(products)
-        seen = None
         if mask:
             queries = row_positions(shape, 0, top)
             positions = row_positions(shape, 1, block.begin + index * self.kv_tile)
@@ -355,10 +359,9 @@ class _Prefill:
         rescale = jnp.exp2(maximum - new_maximum)
         total = total * rescale + weights.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [0])
-        if v_scales is not None:
+        if r.scales is not None:
+            v_scales = plgpu.load(r.scales_smem.at[stage, 1], layout=by_column)
             weights *= lax.broadcast_in_dim(v_scales, shape, [1])
-            if seen is not None:  # the scales that nobody wrote may be NaN
-                weights = jnp.where(seen, weights, 0.0)
         acc = self._add_weighted(r, warpgroup, acc, weights.astype(r.kv_smem.dtype), values)
         plgpu.barrier_arrive(r.kv_consumed.at[stage])
         return new_maximum, total, acc
