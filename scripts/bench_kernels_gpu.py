@@ -13,7 +13,9 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 os.environ |= {
@@ -30,25 +32,21 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from jaxinfer_kernels import AttentionMetadata, QueryTiles, create_kv_pages, kv_pages_shape, paged_attention
-from jaxinfer_kernels.gpu import attention, decode, prefill
+from jaxinfer.memory.gpu_targets import GPU_TARGETS
+from jaxinfer_kernels import (
+    AttentionMetadata,
+    QueryTiles,
+    create_kv_pages,
+    create_mla_pages,
+    kv_pages_shape,
+    mla_paged_attention,
+    mla_pages_shape,
+    paged_attention,
+)
+from jaxinfer_kernels.gpu import attention, decode, mla, prefill
 from jaxinfer_kernels.gpu.common import MMA_ROWS, Visibility
-from jaxinfer_kernels.specs import ATTENTION_SPECS, AttentionSpec
+from jaxinfer_kernels.specs import ATTENTION_SPECS, LATENT_SPECS, AttentionSpec, LatentSpec
 
-# XLA's description of the device (GpuTargetConfigProto); the accelerated features make it sm_90a.
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 device_memory_size: 84942979072
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 MAX_TOKENS = 8192
 THREADS = {"decode": 256, "prefill": 384}
 
@@ -74,8 +72,20 @@ def step(spec: AttentionSpec, kind: str, kv_dtype: str) -> tuple[Any, ...]:
     return (*(shape((num_rows, n, spec.head_dim), jnp.bfloat16) for n in heads), pages, metadata, sinks)
 
 
-def compile_step(spec: AttentionSpec, args: tuple[Any, ...]) -> tuple[Any, str]:
-    """The executable for an H100, and what the compilers wrote to stdout meanwhile."""
+def latent_step(spec: LatentSpec) -> tuple[Any, ...]:
+    """Abstract arguments of 64 decodes, and a pool for 64 sequences of 8192."""
+    shape = jax.ShapeDtypeStruct
+    width = MAX_TOKENS // spec.page_size
+    vector = shape((64,), jnp.int32)
+    metadata = AttentionMetadata(vector, QueryTiles(shape((64, width), jnp.int32), vector, vector), None)
+    sizes = (64 * width, spec.page_size, spec.latent_dim, spec.rope_dim, "bfloat16", "gpu")
+    pages = jax.eval_shape(lambda: create_mla_pages(*sizes))  # type: ignore[arg-type]
+    dims = (spec.latent_dim, spec.rope_dim)
+    queries = [shape((64, spec.num_heads, dim), jnp.bfloat16) for dim in dims]
+    return (*queries, *(shape((64, dim), jnp.bfloat16) for dim in dims), pages, metadata)
+
+
+def attend(spec: AttentionSpec) -> Callable[..., Any]:
     options = dict(
         scale=spec.head_dim**-0.5,
         sliding_window=spec.sliding_window,
@@ -87,7 +97,15 @@ def compile_step(spec: AttentionSpec, args: tuple[Any, ...]) -> tuple[Any, str]:
     def run(q: Any, k: Any, v: Any, pages: Any, metadata: Any, sinks: Any) -> Any:
         return paged_attention(q, k, v, pages, metadata, sinks=sinks, **options)
 
-    target = dict(target_config=H100, topology="1x1x1")
+    return run
+
+
+def compile_step(run: Callable[..., Any], args: tuple[Any, ...], pages: int) -> tuple[Any, str]:
+    """The executable for an H100, and what the compilers wrote to stdout meanwhile.
+
+    The argument at `pages` is donated.
+    """
+    target = dict(target_config=GPU_TARGETS["h100"], topology="1x1x1")
     device = topologies.get_topology_desc("h100", platform="cuda", **target).devices[0]
     placed = SingleDeviceSharding(device)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
@@ -95,7 +113,7 @@ def compile_step(spec: AttentionSpec, args: tuple[Any, ...]) -> tuple[Any, str]:
     with tempfile.TemporaryFile("w+") as log:
         os.dup2(log.fileno(), 1)
         try:
-            traced = jax.jit(run, donate_argnums=3).trace(*args)
+            traced = jax.jit(run, donate_argnums=pages).trace(*args)
             executable = traced.lower(lowering_platforms=("cuda",)).compile()
         finally:
             os.dup2(stdout, 1)
@@ -105,26 +123,39 @@ def compile_step(spec: AttentionSpec, args: tuple[Any, ...]) -> tuple[Any, str]:
 
 
 def report(spec: AttentionSpec, kind: str, kv_dtype: str, logs: dict[str, str]) -> dict[str, Any]:
-    """One row of the table, quantised pages of 32 tokens at least.
-
-    `logs` by kernel: the compiler is silent about one that it has had before.
-    """
+    """One row of the table, quantised pages of 32 tokens at least."""
     if jnp.dtype(kv_dtype).itemsize == 1:
         spec = replace(spec, page_size=max(spec.page_size, 32))
     args = step(spec, kind, kv_dtype)
-    executable, log = compile_step(spec, args)
+    row = measure(attend(spec), args, 3, THREADS[kind], logs)
+    excess = decode_bytes(spec, kv_dtype) if kind == "decode" else prefill_flops(spec, kv_dtype)
+    return dict(spec=spec.name, kernel=kind, kv_dtype=kv_dtype, **row, excess=excess)
+
+
+def latent_report(spec: LatentSpec, logs: dict[str, str]) -> dict[str, Any]:
+    """One row of the table: decode of latent attention."""
+    run = partial(mla_paged_attention, scale=1.0, backend="gpu")
+    row = measure(run, latent_step(spec), 4, THREADS["decode"], logs)
+    return dict(spec=spec.name, kernel="mla", kv_dtype="bfloat16", **row, excess=latent_bytes(spec))
+
+
+def measure(
+    run: Callable[..., Any], args: tuple[Any, ...], pages: int, threads: int, logs: dict[str, str]
+) -> dict[str, Any]:
+    """What the compiler says of one step, of which the argument at `pages` is written in place.
+
+    `logs` by kernel: the compiler is silent about one that it has had before.
+    """
+    executable, log = compile_step(run, args, pages)
     (kernel_hash,) = re.findall(r'kernel_hash = "(.*?)", module', executable.as_text())
     log = logs.setdefault(kernel_hash, log)
-    memory, pool = executable.memory_analysis(), jax.tree.leaves(args[3])
+    memory, pool = executable.memory_analysis(), jax.tree.leaves(args[pages])
     copied = "|".join(re.escape(",".join(map(str, leaf.shape))) for leaf in pool)
     (registers,) = re.findall(r"Used (\d+) registers", log)
     ((stores, loads),) = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     (smem,) = re.findall(r"smem_scratch_bytes=(\d+)", log)
-    by_registers = 65536 // (-(-int(registers) // 8) * 8 * THREADS[kind])
+    by_registers = 65536 // (-(-int(registers) // 8) * 8 * threads)
     return dict(
-        spec=spec.name,
-        kernel=kind,
-        kv_dtype=kv_dtype,
         registers=int(registers),
         spill_bytes=int(stores) + int(loads),
         smem_bytes=int(smem),
@@ -136,7 +167,6 @@ def report(spec: AttentionSpec, kind: str, kv_dtype: str, logs: dict[str, str]) 
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         pool_copies=len(re.findall(rf"\[({copied})\][^ ]* copy\(", executable.as_text())),
-        excess=decode_bytes(spec, kv_dtype) if kind == "decode" else prefill_flops(spec, kv_dtype),
     )
 
 
@@ -157,6 +187,17 @@ def decode_bytes(spec: AttentionSpec, kv_dtype: str) -> float:
     return round(moved / needed, 3)
 
 
+def latent_bytes(spec: LatentSpec) -> float:
+    """As `decode_bytes`; all blocks of heads but the first find the rows in L2."""
+    length, num_rows = 4096, 64
+    *_, width = mla_pages_shape(1, spec.page_size, spec.latent_dim, spec.rope_dim, "gpu")
+    lens, splits = jnp.full(num_rows, length, jnp.int32), mla.MIN_SPLIT_TOKENS
+    work = decode.make_work_list(lens, MAX_TOKENS, Visibility(None, None), min_split_tokens=splits)
+    results = spec.num_heads * (spec.latent_dim + 1) * 4 * 2
+    moved = num_rows * length * width * 2 + int(work.num_items[0]) * results
+    return round(moved / (num_rows * length * (spec.latent_dim + spec.rope_dim) * 2), 3)
+
+
 def prefill_flops(spec: AttentionSpec, kv_dtype: str) -> float:
     """Products issued over products needed, for a chunk of 512 that ends at 8192, the heads' padding too."""
     visibility = Visibility(spec.sliding_window, spec.attention_chunk)
@@ -173,7 +214,7 @@ def prefill_flops(spec: AttentionSpec, kv_dtype: str) -> float:
 
 
 def main() -> None:
-    names = [spec.name for spec in ATTENTION_SPECS]
+    names = [spec.name for spec in (*ATTENTION_SPECS, *LATENT_SPECS)]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -184,15 +225,22 @@ def main() -> None:
     wanted = names if args.specs == "all" else args.specs.split(",")
     columns = ("registers", "spill_bytes", "smem_bytes", "blocks_per_sm", "wgmmas", "tma_loads", "excess")
     print(f"{'spec':24}{'kernel':9}{'cache':15}" + "".join(f"{name:>15}" for name in columns))
-    rows, logs = [], {}
+    rows: list[dict[str, Any]] = []
+    logs: dict[str, str] = {}
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
+        line = "".join(f"{row[name]:>15}" for name in columns)
+        print(f"{row['spec']:24}{row['kernel']:9}{row['kv_dtype']:15}{line}", flush=True)
+
     for spec in ATTENTION_SPECS:
         for kv_dtype in args.kv_dtypes.split(","):
             for kind in ("decode", "prefill"):
                 if spec.name in wanted:
-                    row = report(spec, kind, kv_dtype, logs)
-                    rows.append(row)
-                    line = "".join(f"{row[name]:>15}" for name in columns)
-                    print(f"{spec.name:24}{kind:9}{kv_dtype:15}{line}", flush=True)
+                    add(report(spec, kind, kv_dtype, logs))
+    for spec in LATENT_SPECS:
+        if spec.name in wanted:
+            add(latent_report(spec, logs))
     print("excess: decode, bytes moved over bytes seen; prefill, products issued over products needed")
     if args.json:
         with open(args.json, "w") as file:

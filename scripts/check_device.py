@@ -102,7 +102,7 @@ def describe_device() -> tuple[dict[str, Any], Any]:
     about = dict(platform=device.platform, kind=device.device_kind, jax=jax.__version__, published=figures)
     if device.platform == "tpu":
         return about, "tpu"
-    if device.platform == "gpu" and device.compute_capability.startswith("9."):
+    if device.platform == "gpu" and device.compute_capability == "9.0":
         return about, "gpu"
     return about, "xla"
 

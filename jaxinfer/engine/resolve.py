@@ -27,6 +27,7 @@ from jaxinfer_kernels import Backend, kv_tile_tokens, prefill_tile_tokens
 # On a host, whose memory other programs share, the cache takes so much unless told otherwise.
 CPU_KV_CACHE_BYTES = GIB
 DTYPES = ("float32", "bfloat16", "float16")
+HOPPER = "9.0"  # the compute capability of the GPUs that attention=gpu is for
 SMALLEST_TPU_PAGE = 16  # tokens: rows that a TPU's memory is addressed by
 
 
@@ -194,6 +195,12 @@ def _backend(config: EngineConfig, device: Device, *dtypes: str) -> Backend:
         backend = config.attention
     else:
         backend = "tpu" if device.platform == "tpu" else "xla"
+    capability = getattr(device, "compute_capability", None)
+    if backend == "gpu" and device.platform == "gpu" and capability != HOPPER:
+        raise ConfigError(
+            f"attention=gpu has kernels for Hopper GPUs, of compute capability {HOPPER}, and this one's is "
+            f"{capability}: use attention=xla"
+        )
     if backend == "gpu" and dtypes not in {("bfloat16", "bfloat16"), ("float16", "float16")}:
         raise ConfigError(
             f"dtype={config.dtype!r} and kv_cache_dtype={config.kv_cache_dtype!r} must both be bfloat16 or "

@@ -24,6 +24,7 @@ from jaxinfer.config import ConfigError, MeshConfig
 from jaxinfer.engine.programs import forward_name, logprobs_name, sample_name, stage_name, step_lowerings
 from jaxinfer.engine.step_batch import StepBatcher
 from jaxinfer.memory.chips import Chip
+from jaxinfer.memory.gpu_targets import GPU_TARGETS
 from jaxinfer.memory.ledger import CompiledBytes
 from jaxinfer.memory.planning import Plan
 from jaxinfer.models.transformer import Transformer
@@ -40,6 +41,8 @@ _SLICES: Mapping[int, Mapping[int, str]] = MappingProxyType(
 _COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
+_GPUS_A_HOST = 8
+_CUDA_PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
 _MAX_REASON = 400  # characters of a compiler's message
 
 
@@ -166,10 +169,28 @@ def _described_meshes(chip: Chip, mesh: MeshConfig) -> tuple[Mesh | None, ...]:
         return make_meshes(mesh, jax.devices("cpu"))
     # Programs for absent devices cannot be read back from the cache here.
     jax.config.update("jax_enable_compilation_cache", False)
-    if chip.platform == "gpu":
-        raise ConfigError(f"chip={chip.name}: only TPUs and the CPU can be compiled for yet")
+    describe = _described_tpu if chip.platform == "tpu" else _described_gpus
     # Even one device needs a mesh, which says that it is not this machine's.
-    return (mesh_over(_described_tpu(chip, mesh.stage), mesh),) * mesh.pipe
+    return (mesh_over(describe(chip, mesh.stage), mesh),) * mesh.pipe
+
+
+def _described_gpus(chip: Chip, mesh: MeshConfig) -> Sequence[Any]:
+    """One host's, or hosts of 8 each."""
+    num_hosts, rest = divmod(mesh.num_devices, _GPUS_A_HOST)
+    if mesh.num_devices > _GPUS_A_HOST and rest:
+        raise ConfigError(
+            f"mesh={mesh} has {mesh.num_devices} devices: use up to {_GPUS_A_HOST}, or a multiple of them"
+        )
+    shape = f"1x{max(num_hosts, 1)}x{min(mesh.num_devices, _GPUS_A_HOST)}"
+    options = {"target_config": GPU_TARGETS[chip.name], "topology": shape}
+    try:
+        return topologies.get_topology_desc(chip.name, platform="cuda", **options).devices
+    except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{chip.name} cannot be described: {reason[:_MAX_REASON]}; compiling for GPUs needs jax's CUDA "
+            f"plugin: pip install --no-deps {' '.join(_CUDA_PLUGIN)} (the first two in jax's version)"
+        ) from error
 
 
 def _described_tpu(chip: Chip, mesh: MeshConfig) -> Sequence[Any]:

@@ -31,6 +31,7 @@ class Chip:
       source: where the figures are from.
       num_devices: that jax shows of a chip. Each has an equal part of everything above.
       topology_dims: dimensions of its torus, for the names of topologies; 0 is no torus.
+      compute_capability: a GPU's, as jax's devices tell it.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Chip:
     source: str
     num_devices: int = 1
     topology_dims: int = 0
+    compute_capability: str | None = None
 
     def memory_stats(self) -> dict[str, Any]:
         """As one of its devices would report."""
@@ -79,11 +81,20 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 num_devices=2,
                 topology_dims=3,
             ),
-            Chip(*("h100", "gpu", 80, 3350, 900, 989.4, 1978.9, 1978.9), source=f"{_HOPPER}h100/ (SXM)"),
-            Chip(*("h200", "gpu", 141, 4800, 900, 989.4, 1978.9, 1978.9), source=f"{_HOPPER}h200/ (SXM)"),
+            Chip(
+                *("h100", "gpu", 80, 3350, 900, 989.4, 1978.9, 1978.9),
+                source=f"{_HOPPER}h100/ (SXM)",
+                compute_capability="9.0",
+            ),
+            Chip(
+                *("h200", "gpu", 141, 4800, 900, 989.4, 1978.9, 1978.9),
+                source=f"{_HOPPER}h200/ (SXM)",
+                compute_capability="9.0",
+            ),
             Chip(
                 *("b200", "gpu", 180, 8000, 1800, 2250, 4500, 4500),
                 source="NVIDIA Blackwell Architecture Technical Brief (HGX B200)",
+                compute_capability="10.0",
             ),
         )
     }

@@ -7,6 +7,7 @@ which something changes.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from jaxinfer_kernels import (
 from jaxinfer_kernels.gpu import attention, decode
 from jaxinfer_kernels.gpu.common import Visibility
 from jaxinfer_kernels.specs import ATTENTION_SPECS, MODEL_SPECS, ODD_SPECS, AttentionSpec
+from tests.kernels import test_attention_invariance as invariance
 from tests.kernels.attention_cases import Case, check, make_case, run
 
 interpreted = [
@@ -114,8 +116,16 @@ class TestInvariance:
         np.testing.assert_array_equal(alone[0], out[3:])
 
     @pytest.mark.slow
+    def test_pages_moved(self) -> None:
+        invariance.test_pages_moved("gpu", "window", "bfloat16", "bfloat16")
+
+    @pytest.mark.long
+    def test_in_chunks_or_at_once(self) -> None:
+        invariance.test_in_chunks_or_at_once("gpu", "window", "bfloat16", "bfloat16")
+
+    @pytest.mark.slow
     def test_wherever_the_chunk_starts(self) -> None:
-        """The same queries in tiles that begin elsewhere.
+        """The same queries in tiles that begin elsewhere, after a prefix that the pages hold.
 
         By a warpgroup's rows: numpy, which multiplies here, rounds by a row's place in its matrix.
         """
@@ -246,6 +256,14 @@ def arguments() -> dict[str, Any]:
 def test_what_the_kernels_lack_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         paged_attention(**(arguments() | changes))
+
+
+@pytest.mark.parametrize("capability", ["8.0", "10.0"])
+def test_other_generations_are_refused(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA X", compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    with pytest.raises(ValueError, match=rf"9.0, and NVIDIA X has {capability}: use backend='xla'"):
+        paged_attention(**arguments())
 
 
 def test_wide_heads_are_refused() -> None:

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from gguf import GGUFWriter
+from jax.experimental import topologies
 
 from jaxinfer import plan
 from jaxinfer.memory.chips import CHIPS, GIB
@@ -221,6 +223,7 @@ def test_a_gguf_header_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--chip=v3"], "chip='v3' must be one of cpu, v4"),
         (["--chip=v5e", "--mesh=1x64"], "64-way tensor parallelism needs as many query heads"),
         (["--chip=v5e", "--max_model_len=200000"], "must be at most 131072"),
+        (["--chip=b200", "--attention=gpu"], "this one's is 10.0: use attention=xla"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(
@@ -229,6 +232,23 @@ def test_what_cannot_be_planned_is_one_line(
     status, report, err = run(capsys, "Llama-3.1-8B", *flags)
     assert (status, report) == (1, {})
     assert text in err
+    assert err.count("\n") == 1
+
+
+def test_a_missing_cuda_plugin_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def describe(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("topology not implemented for cuda")  # what jax says without it
+
+    monkeypatch.setattr(topologies, "get_topology_desc", describe)
+    cached = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    try:
+        status, report, err = run(capsys, "Llama-3.1-8B", "--chip=h100", "--compile")
+    finally:
+        jax.config.update("jax_enable_compilation_cache", cached)
+    assert (status, report) == (1, {})
+    assert "needs jax's CUDA plugin: pip install --no-deps jax-cuda13-plugin" in err
     assert err.count("\n") == 1
 
 

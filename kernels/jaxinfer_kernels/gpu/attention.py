@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer_kernels.gpu.common import MMA_ROWS, Logits, Visibility
+from jaxinfer_kernels.gpu.common import MMA_ROWS, Logits, Visibility, check_chip
 from jaxinfer_kernels.gpu.decode import TILE_TOKENS, decode_attention
 from jaxinfer_kernels.gpu.prefill import prefill_attention
 from jaxinfer_kernels.layout import AttentionMetadata, KVPages
@@ -42,6 +42,7 @@ def paged_attention(
     Raises:
       ValueError: what the kernels do not support, by the argument's name.
     """
+    check_chip(interpret)
     _check(q, k, kv_pages, metadata)
     kv_pages = write_kv(kv_pages, k, v, metadata.kv_write_index)
     num_pages, num_kv_heads, page_size, _, head_dim = kv_pages.data.shape

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+COMPUTE_CAPABILITY = "9.0"  # wgmma is in sm_90a alone
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a row that sees nothing yet stays free of NaN
 SWIZZLE_BYTES = 128
@@ -48,6 +49,17 @@ def interpret_params(interpret: Any) -> Any:
     if not hasattr(plgpu, "InterpretGPUParams"):
         raise ValueError(f"interpret=True for GPU kernels needs jax 0.11 or later, this is {jax.__version__}")
     return plgpu.InterpretGPUParams()
+
+
+def check_chip(interpret: Any) -> None:
+    """Raises ValueError where the GPU that is here is none that the kernels are for."""
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    if device.platform == "gpu" and capability != COMPUTE_CAPABILITY and not interpret:
+        raise ValueError(
+            f"backend='gpu' has kernels for Hopper, of compute capability {COMPUTE_CAPABILITY}, and "
+            f"{device.device_kind} has {capability}: use backend='xla'"
+        )
 
 
 def ceil_div(numerator: Any, denominator: int) -> Any:

@@ -96,23 +96,28 @@ class WorkList:
 
 
 def make_work_list(
-    kv_len: jax.Array, max_tokens: int, visibility: Visibility, max_splits: int = MAX_SPLITS
+    kv_len: jax.Array,
+    max_tokens: int,
+    visibility: Visibility,
+    *,
+    max_splits: int = MAX_SPLITS,
+    min_split_tokens: int = MIN_SPLIT_TOKENS,
 ) -> WorkList:
     """Splits the visible part of each sequence of kv_len [R] positions, max_tokens of them at most.
 
-    A split is MIN_SPLIT_TOKENS positions, doubled until max_splits of them hold the visible part.
+    A split is min_split_tokens positions, doubled until max_splits of them hold the visible part.
     """
     visible_limit = min(max_tokens, visibility.limit(max_tokens) + TILE_TOKENS - 1)
     first = visibility.first(jnp.maximum(kv_len - 1, 0)) // TILE_TOKENS * TILE_TOKENS
     visible = kv_len - first
-    size = MIN_SPLIT_TOKENS
+    size = min_split_tokens
     sizes = jnp.full_like(kv_len, size)
     while size * max_splits < visible_limit:
         sizes = jnp.where(visible > size * max_splits, 2 * size, sizes)
         size *= 2
     num_splits = (visible + sizes - 1) // sizes  # 0 where the length is 0
     ends = jnp.cumsum(num_splits)
-    items = jnp.arange(kv_len.shape[0] * min(max_splits, -(-visible_limit // MIN_SPLIT_TOKENS)))
+    items = jnp.arange(kv_len.shape[0] * min(max_splits, -(-visible_limit // min_split_tokens)))
     row = jnp.searchsorted(ends, items, side="right", method="compare_all")
     row = jnp.minimum(row, kv_len.shape[0] - 1).astype(jnp.int32)
     first_item = ends - num_splits

@@ -19,12 +19,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer_kernels.gpu.attention import NUM_SMS
-from jaxinfer_kernels.gpu.common import Logits, Visibility
+from jaxinfer_kernels.gpu.common import Logits, Visibility, check_chip
 from jaxinfer_kernels.gpu.decode import MAX_SPLITS, DecodeKernel, make_work_list, merge_splits
 from jaxinfer_kernels.layout import AttentionMetadata, KVPages, QueryTiles
 
 HEADS = 16  # of a block of queries: as many as leave room for two stages of R = 512 and Hr = 64
 NUM_STAGES = 2
+MIN_SPLIT_TOKENS = 1024  # of 512, the results would be a tenth of what is moved
 MAX_WIDTH = 576
 
 
@@ -44,6 +45,7 @@ def mla_paged_attention(
     Raises:
       ValueError: what the kernel does not support, by the argument's name.
     """
+    check_chip(interpret)
     _check(q_latent, kv_pages)
     latent_dim, width = latent.shape[1], kv_pages.data.shape[-1]
     kv_pages = _write(kv_pages, jnp.concatenate([latent, k_rope], axis=1), metadata.kv_write_index)
@@ -76,7 +78,13 @@ def _attend(
     blocks = -(-num_heads // heads)
     padded = jnp.pad(q, ((0, 0), (0, blocks * heads - num_heads), (0, 0)))
     visibility = Visibility(None, None)
-    work = make_work_list(tiles.kv_len, tiles.page_table.shape[1] * pages.shape[2], visibility, max_splits)
+    work = make_work_list(
+        tiles.kv_len,
+        tiles.page_table.shape[1] * pages.shape[2],
+        visibility,
+        max_splits=max_splits,
+        min_split_tokens=MIN_SPLIT_TOKENS,
+    )
     kernel = DecodeKernel(
         logits=Logits(scale, None),
         visibility=visibility,
