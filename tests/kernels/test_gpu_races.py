@@ -1,4 +1,7 @@
-"""The Hopper kernels under the interpreter that tells of races, and what it says of a wait left out."""
+"""The Hopper kernels under the interpreter that tells of races, and what it says of a wait left out.
+
+It checks what threads load and store and what TMA copies, not what wgmma reads (jax 0.12).
+"""
 
 from __future__ import annotations
 
@@ -53,12 +56,8 @@ def test_no_races_in_latent_attention() -> None:
     jax.block_until_ready(step(**args, kv_pages=pack_mla_pages(numbers, spec.latent_dim, "gpu")))
 
 
-@pytest.mark.parametrize(
-    ("decodes", "prefills"), [([140], []), pytest.param([], [(0, 70)], marks=pytest.mark.slow)]
-)
-def test_a_tile_that_nobody_waits_for_is_caught(
-    decodes: list[int], prefills: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tile_that_nobody_waits_for_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode's, before it zeroes the rows of values that nobody sees."""
     from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
 
     wait = plgpu.barrier_wait
@@ -71,7 +70,7 @@ def test_a_tile_that_nobody_waits_for_is_caught(
     monkeypatch.setattr(plgpu, "barrier_wait", wait_but_for_tiles)
     try:
         with pytest.raises(jax.errors.JaxRuntimeError, match="RACE"):
-            simulate(decodes, prefills)
+            simulate([140], [])
     finally:
         reset_gpu_interpret_mode_state()  # public for TPUs alone; without it nothing is interpreted any more
 
