@@ -15,11 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxinfer_kernels.gpu import attention, mla
-from jaxinfer_kernels.layout import pack_mla_pages
-from jaxinfer_kernels.specs import LATENT_SPECS, AttentionSpec
+from jaxinfer_kernels.gpu import attention
+from jaxinfer_kernels.specs import AttentionSpec
 from tests.kernels.attention_cases import Room, check, make_case
-from tests.kernels.test_mla import make_mla_case
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="needs jax 0.11: InterpretGPUParams"),
@@ -44,16 +42,6 @@ def simulate(decodes: list[int], prefills: list[tuple[int, int]], kv_dtype: str 
 )
 def test_no_races(kv_dtype: str) -> None:
     simulate([140, 0, 7], [(60, 70)], kv_dtype)
-
-
-@pytest.mark.slow
-def test_no_races_in_latent_attention() -> None:
-    spec = LATENT_SPECS[-1]
-    args, _ = make_mla_case(spec, "bfloat16", "bfloat16")
-    numbers = jax.lax.bitcast_convert_type(args.pop("kv_pages").data, "bfloat16")
-    params = plgpu.InterpretGPUParams(**RACES)
-    step = jax.jit(partial(mla.mla_paged_attention, scale=args.pop("scale"), interpret=params))
-    jax.block_until_ready(step(**args, kv_pages=pack_mla_pages(numbers, spec.latent_dim, "gpu")))
 
 
 def test_a_tile_that_nobody_waits_for_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
