@@ -234,7 +234,9 @@ def main() -> None:
                 f"{chip:8}{shape:16}{op:26}{cost:10.3f} {'ms' if timed else 'bundles a product'}  {sizes}",
                 flush=True,
             )
-        _, best, name, key = min(costs, key=lambda cost: cost[0])
+        cost, best, name, key = min(costs, key=lambda cost: cost[0])
+        if not math.isfinite(cost):
+            sys.exit(f"{op} does not compile for {chip} and {shape}")
         tables.setdefault(name, {}).setdefault(op, {})[key] = best
     DATA.mkdir(exist_ok=True)
     for name, table in tables.items():
