@@ -36,9 +36,8 @@ def make_gpu_case(spec: LatentSpec) -> tuple[dict[str, Any], dict[str, Any], np.
 class TestInterpreted:
     pytestmark = interpreted
 
-    @pytest.mark.parametrize(
-        "name", ["small", *(pytest.param(name, marks=pytest.mark.slow) for name in SPECS if name != "small")]
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", SPECS)
     def test_equals_reference(self, name: str) -> None:
         """With heads that fill a block and that do not; the whole cache but the null page."""
         plain, args, valid = make_gpu_case(SPECS[name])
