@@ -17,6 +17,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_kernels_gpu.py"
 # Heads of 64, 128, 192 and 256; a window, a chunk, a cap, sinks; small and large pages.
 SPECS = ("llama-3.1-8b", "gemma-2-9b-local", "gpt-oss-20b-local", "chunk-48", "large-pages")
+LATENT = "deepseek-v2-lite"
 MISSING = [name for name in ("jax_plugins", "nvidia") if importlib.util.find_spec(name) is None]
 
 pytestmark = [
@@ -29,7 +30,7 @@ pytestmark = [
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     output = tmp_path_factory.mktemp("gpu") / "rows.json"
     rows = []
-    for specs, kv_dtype in ((SPECS, "bfloat16"), (SPECS[:2], "int8")):
+    for specs, kv_dtype in (((*SPECS, LATENT), "bfloat16"), (SPECS[:2], "int8")):
         options = (f"--specs={','.join(specs)}", f"--kv_dtypes={kv_dtype}", f"--json={output}")
         subprocess.run([sys.executable, SCRIPT, *options], check=True)
         rows += json.loads(output.read_text())
@@ -37,7 +38,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_nothing_spills_and_the_tensor_core_and_copy_engine_work(rows: list[dict[str, Any]]) -> None:
-    assert len(rows) == 2 * (len(SPECS) + 2)
+    assert len(rows) == 2 * (len(SPECS) + 2) + 1
     for row in rows:
         assert row["spill_bytes"] == 0, row
         assert row["wgmmas"] > 0, row
