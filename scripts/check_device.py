@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-START_S, CHECK_S = 120, 90  # that a process may take to start, and a check, before it is given up
+START_S, CHECK_S = 120, 60  # that a process may take to start, and a check, before it is given up
 ROOT = Path(__file__).parents[1]
 # By what jax calls the device, the longest first that fits.
 CHIPS = {
