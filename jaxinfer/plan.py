@@ -92,6 +92,8 @@ def _read_model(options: PlanOptions) -> ModelConfig:
 def _about(options: PlanOptions, model: ModelConfig, chip: Chip) -> Report:
     """What was asked about, and what of it this version's engine cannot run."""
     what_if = [] if options.quantize == "none" else ["the engine does not quantise weights yet"]
+    if parse_mesh(options.engine.mesh).pipe > 1:
+        what_if.append("the engine runs pipeline stages on the devices of one host alone")
     return {
         "model": {
             "path": options.engine.model,
