@@ -20,8 +20,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param("llama", marks=pytest.mark.slow), pytest.param("gemma3", marks=pytest.mark.long)],
+)
 def test_same_tokens(model: str, tokenizer: Path) -> None:
     """Chunks, a prompt that hits another's pages, decodes beside prefill; gemma3 has windows."""
     rng = np.random.default_rng(0)
