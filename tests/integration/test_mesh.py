@@ -56,7 +56,7 @@ def assert_as_on_one_device(outputs: dict, want: dict) -> None:
     }
 
 
-# What runs where tests are to end in minutes: meshes of each kind, and one of each family; the rest is `long`.
+# What runs where tests are to end in minutes: meshes of each kind and one of each family; the rest is `long`.
 MESHES = {
     "llama": ("1x3", "2x4", "8x1", "2x2x2", "3x1x1"),
     "mistral": ("2x1x1",),
