@@ -229,7 +229,8 @@ class Hosts:
                 self.leave()
                 raise
             return
-        with _listen(config) as listener:
+        # jax listens on the first port later, and ends the process where that is taken.
+        with _listen(config.port), _listen(config.port + 1) as listener:
             theirs = self._accept(listener, deadline_s)
         missing = [str(i) for i in range(1, config.num_hosts) if i not in theirs]
         late = (
@@ -294,16 +295,20 @@ class Hosts:
         return theirs
 
 
-def _listen(config: HostsConfig) -> socket.socket:
-    """On all addresses, as jax does on the port before."""
+def _listen(port: int) -> socket.socket:
+    """On all addresses, as jax does.
+
+    Raises:
+      HostsError: the port is taken, or not to be had.
+    """
     both = socket.has_dualstack_ipv6()
     try:
         return socket.create_server(
-            ("", config.port + 1), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
+            ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
         )
     except OSError as error:
         raise HostsError(
-            f"host 0 cannot listen on port {config.port + 1}: {error.strerror}; choose another port"
+            f"host 0 cannot listen on port {port}: {error.strerror}; choose another port"
         ) from error
 
 

@@ -340,5 +340,7 @@ def test_what_several_hosts_cannot_do_is_refused() -> None:
     hosts = HostsConfig("127.0.0.1:1", 2, 0)
     with pytest.raises(ConfigError, match="bundle='b' is not supported on several hosts"):
         check(EngineConfig(model="demo", hosts=hosts, bundle="b"))
+    with pytest.raises(ConfigError, match="mesh=2x1x4: pipeline stages need all devices on one host"):
+        check(EngineConfig(model="demo", hosts=hosts, mesh="2x1x4"))
     with pytest.raises(ConfigError, match="hosts: LLM runs on one host"):
         LLM("demo", hosts=hosts)
