@@ -18,6 +18,17 @@ GEMMA3_27B_NUM_LAYERS = 62
 GEMMA3_PATTERN = 6  # every sixth layer attends to everything
 GEMMA3_LOCAL_THETA = 10_000.0
 
+# What must be there, and be a count, and what a family has a default for.
+COUNTS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "max_position_embeddings",
+)
+OPTIONAL_COUNTS = ("num_key_value_heads", "head_dim")
+GGUF_COUNTS = (
+    *("block_count", "embedding_length", "context_length"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
+)
+
 
 def load_model_config(reader: CheckpointReader, *, rope_scaling_override: str | None = None) -> ModelConfig:
     """The ModelConfig of an open checkpoint; see `model_config_from`."""
@@ -82,10 +93,20 @@ def _from_hugging_face(config: Config) -> ModelConfig:
         raise ConfigError(
             f"quantization_config of method {method!r} is not supported: use the unquantised model"
         )
+    for part in (config, config.get("text_config") or {}):
+        given = {name: part[name] for name in COUNTS if name in part}
+        _check_counts(given | {name: part[name] for name in OPTIONAL_COUNTS if part.get(name) is not None})
     try:
         return FAMILIES[known[0]].build(known[0], config)
     except KeyError as error:
         raise ConfigError(f"config.json of {known[0]} lacks {error}") from error
+
+
+def _check_counts(counts: Config) -> None:
+    """Raises ConfigError, with its name, for one that is no whole number above 0."""
+    for name, value in counts.items():
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r} must be a whole number, 1 or more")
 
 
 def _base(architecture: str, config: Config, layers: tuple[LayerConfig, ...], **special: Any) -> ModelConfig:
@@ -333,6 +354,8 @@ def _from_gguf(
         )
     prefix = architecture + "."
     config = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    # Those that GGUF gives once a layer are `_uniform`'s to check.
+    _check_counts({key: config[key] for key in GGUF_COUNTS if isinstance(config.get(key), int | float)})
     try:
         layers, special = GGUF_FAMILIES[architecture](config, factors)
         return _gguf_base(architecture, metadata, config, tensors, layers, special)

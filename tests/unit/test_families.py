@@ -292,6 +292,26 @@ def test_unsupported_options_are_refused_by_name(change: dict[str, Any], message
         model_config_from(MISTRAL | change, "safetensors")
 
 
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize("value", [0, -8, 4096.5, "big", None])
+def test_sizes_that_are_no_counts_are_refused_by_name(name: str, value: Any) -> None:
+    for config in (MISTRAL, MISTRAL | {"architectures": ["Qwen3ForCausalLM"]}):
+        with pytest.raises(ConfigError, match=f"{name}={value!r} must be a whole number, 1 or more"):
+            model_config_from(config | {name: value}, "safetensors")
+    multimodal = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": MISTRAL | {name: value},
+    }
+    with pytest.raises(ConfigError, match=f"{name}={value!r} must"):
+        model_config_from(multimodal, "safetensors")
+
+
+def test_optional_sizes_are_counts_or_null() -> None:
+    assert model_config_from(MISTRAL | {"num_key_value_heads": None}, "safetensors").num_key_value_heads
+    with pytest.raises(ConfigError, match="num_key_value_heads=-8 must be a whole number, 1 or more"):
+        model_config_from(MISTRAL | {"num_key_value_heads": -8}, "safetensors")
+
+
 def test_missing_keys_are_named() -> None:
     with pytest.raises(ConfigError, match=r"config\.json of MistralForCausalLM lacks 'vocab_size'"):
         model_config_from({k: v for k, v in MISTRAL.items() if k != "vocab_size"}, "safetensors")
@@ -305,6 +325,8 @@ def test_missing_keys_are_named() -> None:
         ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "num_experts_per_tok=9"),
         ({"llama.rope.dimension_count": 32}, "rope.dimension_count=32"),
         ({"llama.attention.head_count_kv": [3, 1]}, "differs from layer to layer"),
+        ({"llama.block_count": 0}, "block_count=0 must be a whole number"),
+        ({"llama.attention.head_count": 0}, "attention.head_count=0 must be a whole number"),
         ({"llama.rope.scaling.type": "longrope"}, "'longrope' is not supported"),
     ],
 )
