@@ -187,7 +187,7 @@ def _text(report: Report) -> Iterator[str]:
     if report["fits"]:
         yield from _fitting_text(report)
     else:
-        yield "it does not fit; what would:"
+        yield "it does not fit" + ("; what would:" if report["changes"] else "")
         yield from (f"  {change['change']:<28} {change['outcome']}" for change in report["changes"])
 
 

@@ -212,5 +212,8 @@ def _described_tpu(chip: Chip, mesh: MeshConfig) -> Sequence[Any]:
             "pip install jaxinfer[plan] brings"
         ) from error
     if len(devices) != mesh.num_devices:
-        raise ConfigError(f"{name}: the compiler shows {len(devices)} devices, not {mesh.num_devices}")
+        raise ConfigError(
+            f"chip={chip.name} is not compiled for: of {name} the compiler shows {len(devices)} devices, not "
+            f"{mesh.num_devices}; leave out --compile"
+        )
     return devices

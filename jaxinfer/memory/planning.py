@@ -69,8 +69,18 @@ class Plan:
         return f"max_num_seqs={self.resolved.scheduler.max_num_seqs}"
 
     def decode(self, batch: int | None) -> Roofline | None:
-        """A decode step of each group, of `batch` requests in all steps in flight; None is as many as fit."""
-        num_seqs = -(-(batch or self.num_requests(self.mean_len)) // (self.num_groups * self.mesh.pipe))
+        """A decode step of each group, of `batch` requests in all steps in flight; None is as many as fit.
+
+        Raises:
+          ConfigError: so many do not run together.
+        """
+        most = self.num_requests(self.mean_len)
+        if batch is not None and batch > most:
+            raise ConfigError(
+                f"batch={batch} must be at most {most}, the requests of {self.mean_len} tokens that run "
+                f"together, limited by {self.limited_by}"
+            )
+        num_seqs = -(-(batch or most) // (self.num_groups * self.mesh.pipe))
         return decode_roofline(self.resolved.memory, self.chip, num_seqs, self.mean_len)
 
     def prefill(self) -> Roofline | None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -225,6 +226,11 @@ def test_a_gguf_header_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--chip=v5e", "--mesh=1x64"], "64-way tensor parallelism needs as many query heads"),
         (["--chip=v5e", "--max_model_len=200000"], "must be at most 131072"),
         (["--chip=b200", "--attention=gpu"], "this one's is 10.0: use attention=xla"),
+        # 32 slots in each of 2 groups.
+        (
+            ["--chip=v5e", "--mesh=2x4", "--batch=65"],
+            "batch=65 must be at most 64, the requests of 1024 tokens that run together, limited by max_",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(
@@ -234,6 +240,35 @@ def test_what_cannot_be_planned_is_one_line(
     assert (status, report) == (1, {})
     assert text in err
     assert err.count("\n") == 1
+
+
+def test_nothing_is_advised_where_nothing_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [f"--model={config('Llama-3.1-8B')}", "--chip=v5e", "--mesh=1x4", "--kv_cache_bytes=100"]
+    assert plan.main(argv) == 1
+    out, err = capsys.readouterr()
+    assert out.endswith("\nit does not fit\n")
+    assert "but 0 fit: raise kv_cache_bytes or num_pages" in err
+
+
+def test_a_bundle_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report, err = run(capsys, "Llama-3.1-8B", "--chip=v5e", "--bundle=bundles")
+    assert (status, report) == (2, {})
+    assert "flag --bundle: plan neither reads nor writes compiled programs; leave it out" in err
+
+
+def test_a_chip_that_is_not_compiled_for_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """libtpu describes a v4 chip as two devices, where a program has both cores as one."""
+    described = SimpleNamespace(devices=[object()] * 16)
+    monkeypatch.setattr(topologies, "get_topology_desc", lambda **_: described)
+    cached = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    try:
+        status, report, err = run(capsys, "Llama-3.1-8B", "--chip=v4", "--mesh=2x4", "--compile")
+    finally:
+        jax.config.update("jax_enable_compilation_cache", cached)
+    assert (status, report) == (1, {})
+    assert "chip=v4 is not compiled for: of v4:2x2x2 the compiler shows 16 devices, not 8" in err
 
 
 def test_a_missing_cuda_plugin_is_named(
