@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,10 +82,16 @@ class Compilations:
 
 
 class CompilationCounter:
-    """What is compiled in this process from now on, in all and by the threads that `watch`."""
+    """What is compiled in this process from now on, in all and by the threads that `watch`.
+
+    Attributes:
+      total: in all.
+      stopped: set where a start has failed: none of its further programs is compiled.
+    """
 
     def __init__(self) -> None:
         self.total = Compilations()
+        self.stopped = threading.Event()
         self._watched: dict[int, Compilations] = {}
         monitoring.register_event_duration_secs_listener(self._on_duration)
         monitoring.register_event_listener(self._on_event)
@@ -123,7 +130,13 @@ class CompileTable:
         self._rows: dict[str, tuple[float, str]] = {}
 
     def make(self, name: str, compile_one: Callable[..., Any], *args: Any) -> Any:
-        """`compile_one(*args)`, noted under the name."""
+        """`compile_one(*args)`, noted under the name.
+
+        Raises:
+          CancelledError: the start has failed meanwhile.
+        """
+        if self._counter.stopped.is_set():
+            raise CancelledError(name)
         start_s = time.monotonic()
         with self._counter.watch() as found:
             program = compile_one(*args)

@@ -123,10 +123,14 @@ class Engine:
                 prepare_programs, config, self.model_config, resolved, meshes, self._counter
             )
             tokenizer = pool.submit(_load_tokenizer, config, path, reader, cache_dir)
-            stages = self._load_weights(reader, dtype, meshes)
-            loaded_s = time.monotonic()
-            self.tokenizer: Tokenizer = tokenizer.result()
-            self._runner = Runner(stages, programs.result(), resolved.cache, resolved.scheduler, meshes)
+            try:
+                stages = self._load_weights(reader, dtype, meshes)
+                loaded_s = time.monotonic()
+                self.tokenizer: Tokenizer = tokenizer.result()
+                self._runner = Runner(stages, programs.result(), resolved.cache, resolved.scheduler, meshes)
+            except BaseException:  # Ctrl-C too: nobody waits then for all that is left to compile
+                self._counter.stopped.set()
+                raise
         reader.close()
         if self._hosts is not None:
             self._hosts.agree({"tokenizer": self.tokenizer.digest(), **sizes(resolved)})

@@ -11,9 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer.engine.compilation import CompiledWhileServingError
+from jaxinfer.engine.compilation import CompilationCounter, CompiledWhileServingError
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.programs import MAX_COMPILE_THREADS
 from jaxinfer.types import Request, SamplingParams, StepPlan
+from jaxinfer_checkpoints import CheckpointError
 from tests.integration.engines import make_engine, run, write_byte_tokenizer
 
 VOCAB_SIZE = 150  # of the ids that are drawn; the model has a few more
@@ -131,3 +133,16 @@ def test_random_requests_compile_nothing(tokenizer: Path, num_requests: int, mes
     assert stats.kv_cache_usage == 0.0
     assert stats.num_preemptions > 0
     assert num_aborted > num_requests // 50
+
+
+def test_a_start_that_fails_compiles_no_more(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is being compiled then is one program a thread at most."""
+
+    def fail(*args: object) -> None:
+        raise CheckpointError("truncated")
+
+    monkeypatch.setattr("jaxinfer.engine.engine.load_stages", fail)
+    counter = CompilationCounter()
+    with pytest.raises(CheckpointError, match="truncated"):
+        make_engine(tokenizer, max_num_seqs=32)
+    assert len(counter.total.names) <= MAX_COMPILE_THREADS
