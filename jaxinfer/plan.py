@@ -55,11 +55,18 @@ def _plan(options: PlanOptions) -> int:
         plan = make_plan(*question, options.mean_len)
         if options.compile:
             # Brings flax, which plain plans can spare.
-            from jaxinfer.memory.aot import compile_step, compiled_bytes, largest_programs
+            from jaxinfer.memory.aot import (
+                compile_step,
+                compiled_bytes,
+                largest_programs,
+                write_engine_bundle,
+            )
 
             describe_absent_tpus()
             stages = [[compile_step(program) for program in stage] for stage in largest_programs(plan)]
             report["compiled"] = [dataclasses.asdict(step) for steps in stages for step in steps]
+            if options.engine.bundle is not None:
+                report["bundle"] = _bundle(plan, write_engine_bundle(options.engine, plan))
             plan = make_plan(*question, options.mean_len, compiled_bytes(plan, stages))
     except DoesNotFitError as error:
         changes = [dataclasses.asdict(change) for change in advice(error, *question)]
@@ -116,6 +123,16 @@ def _bytes(ledger: Ledger, budget_bytes: int) -> Report:
         "bytes_a_device": ledger.by_class(),
         "device_bytes": ledger.device_bytes,
         "budget_bytes": budget_bytes,
+    }
+
+
+def _bundle(plan: Plan, path: Path) -> Report:
+    """A file of programs, and what an engine must have to find it."""
+    resolved = plan.resolved
+    return {
+        "path": str(path),
+        "num_pages": resolved.cache.num_pages,
+        "max_model_len": resolved.scheduler.max_model_len,
     }
 
 
@@ -183,6 +200,9 @@ def _text(report: Report) -> Iterator[str]:
     yield ""
     yield from _bytes_text(report)
     yield from map(_compiled_text, report.get("compiled", ()))
+    if bundle := report.get("bundle"):
+        sizes = f"--num_pages={bundle['num_pages']} --max_model_len={bundle['max_model_len']}"
+        yield f"wrote {bundle['path']}, which an engine with {sizes} and the same other flags starts from"
     yield ""
     if report["fits"]:
         yield from _fitting_text(report)

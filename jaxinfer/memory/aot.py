@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,9 +21,18 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
-from jaxinfer.config import ConfigError, MeshConfig
-from jaxinfer.engine.programs import forward_name, logprobs_name, sample_name, stage_name, step_lowerings
+from jaxinfer.config import ConfigError, EngineConfig, MeshConfig
+from jaxinfer.engine.programs import (
+    compile_programs,
+    forward_name,
+    logprobs_name,
+    sample_name,
+    stage_name,
+    step_lowerings,
+)
 from jaxinfer.engine.step_batch import StepBatcher
+from jaxinfer.memory.bundle import write_bundle
+from jaxinfer.memory.bundle_key import bundle_key
 from jaxinfer.memory.chips import Chip
 from jaxinfer.memory.gpu_targets import GPU_TARGETS
 from jaxinfer.memory.ledger import CompiledBytes
@@ -146,6 +156,25 @@ def compile_step(program: LargestProgram) -> CompiledStep:
         kernels=text.count('custom_call_target="tpu_custom_call"'),
         compile_s=seconds,
     )
+
+
+def write_engine_bundle(config: EngineConfig, plan: Plan) -> Path:
+    """Compiles every program that the engine would serve with there, and writes them to `config.bundle`.
+
+    An engine finds the bundle where it has the plan's number of pages and length limit: the same flags give
+    them, but for what its devices' memory is more or less than the chip's published one.
+
+    Raises:
+      ConfigError: the compiler for the chip is not installed, or has no such slice.
+      OSError: it cannot be written.
+    """
+    assert config.bundle is not None
+    resolved, meshes = plan.resolved, _described_meshes(plan.chip, plan.mesh)
+    stages = abstract_stages(plan.model, jnp.dtype(resolved.dtype), meshes)
+    programs = compile_programs(stages, resolved.cache, resolved.scheduler, meshes)
+    device = jax.devices("cpu")[0] if meshes[0] is None else meshes[0].devices.flat[0]
+    key = bundle_key(config, plan.model, resolved.dtype, resolved.cache, resolved.scheduler, device)
+    return write_bundle(Path(config.bundle), key, programs.by_name())
 
 
 def compiled_bytes(plan: Plan, stages: Sequence[Sequence[CompiledStep]]) -> tuple[CompiledBytes, ...]:

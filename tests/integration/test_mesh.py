@@ -58,7 +58,7 @@ def assert_as_on_one_device(outputs: dict, want: dict) -> None:
 
 # What runs where tests are to end in minutes: meshes of each kind and one of each family; the rest is `long`.
 MESHES = {
-    "llama": ("1x3", "2x4", "8x1", "2x2x2", "3x1x1"),
+    "llama": ("1x3", "2x4", "8x1", "2x1x2", "2x2x2", "3x1x1"),
     "mistral": ("2x1x1",),
     "qwen2": ("1x4",),
     "qwen3": ("8x1",),
@@ -70,8 +70,6 @@ NUM_LAYERS = {"mixtral": 2, "qwen3_moe": 2}  # of the others 4 at least
 
 
 def marks(model: str, mesh: str) -> tuple[pytest.MarkDecorator, ...]:
-    if (model, mesh) == ("llama", "2x1x2"):
-        return ()
     return (pytest.mark.slow if mesh in MESHES[model] else pytest.mark.long,)
 
 
@@ -99,6 +97,7 @@ def test_the_same_tokens_on_any_mesh(model: str, mesh: str, tokenizer: Path, one
         assert (stats.prefix_cache_hits > 0) == (caching and not spread)
 
 
+@pytest.mark.slow
 def test_nan_in_unused_pages_changes_nothing(tokenizer: Path, one_device: dict) -> None:
     """Every page of both groups starts as NaN, and their null pages stay so."""
     want = one_device["llama"]
