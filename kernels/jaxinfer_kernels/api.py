@@ -14,6 +14,7 @@ from jaxinfer_kernels.checks import (
     check_kv_scales,
     check_mla_paged_attention,
     check_paged_attention,
+    has_layout,
 )
 from jaxinfer_kernels.layout import AttentionMetadata, Backend, KVPages, kv_pages_shape, mla_pages_shape
 
@@ -163,7 +164,7 @@ def paged_attention(
     fitting: dict[Backend, Callable[..., Any]] = {}
     for name, function in _PAGED_ATTENTION.items():
         layout = kv_pages_shape(num_pages, page_size, num_kv_heads, head_dim, name)
-        if backend in ("auto", name) and layout == kv_pages.data.shape:
+        if backend in ("auto", name) and has_layout(kv_pages, layout, name):
             check_kv_scales(kv_pages, num_kv_heads, name)
             options = {} if name == "xla" else {"interpret": interpret}
             if name == "tpu":
@@ -178,7 +179,8 @@ def paged_attention(
             )
     if not fitting:
         raise ValueError(
-            f"kv_pages.data{kv_pages.data.shape} is not in the layout of backend={backend!r}: see "
+            f"kv_pages.data{kv_pages.data.shape} ({kv_pages.data.dtype}) is not in the layout of "
+            f"backend={backend!r}: see "
             f"kv_pages_shape({num_pages}, {page_size}, {num_kv_heads}, {head_dim}, backend)"
         )
     out, lse, kv_pages = _run(fitting, q, k, v, kv_pages, metadata, sinks)
@@ -227,12 +229,12 @@ def mla_paged_attention(
     fitting: dict[Backend, Callable[..., Any]] = {
         name: partial(function, scale=scale, **({} if name == "xla" else {"interpret": interpret}))
         for name, function in _MLA_PAGED_ATTENTION.items()
-        if backend in ("auto", name) and kv_pages.data.shape == mla_pages_shape(*sizes, name)
+        if backend in ("auto", name) and has_layout(kv_pages, mla_pages_shape(*sizes, name), name)
     }
     if not fitting:
         raise ValueError(
-            f"kv_pages.data{kv_pages.data.shape} is not in the layout of backend={backend!r}: see "
-            f"mla_pages_shape{(*sizes, backend)}"
+            f"kv_pages.data{kv_pages.data.shape} ({kv_pages.data.dtype}) is not in the layout of "
+            f"backend={backend!r}: see mla_pages_shape{(*sizes, backend)}"
         )
     return _run(fitting, q_latent, q_rope, latent, k_rope, kv_pages, metadata)
 

@@ -104,6 +104,11 @@ def check_kv_pages(kv_pages: KVPages) -> None:
         raise ValueError(f"kv_pages.scales is {got} and must be float32 for {kv_pages.dtype}")
 
 
+def has_layout(kv_pages: KVPages, shape: tuple[int, ...], backend: Backend) -> bool:
+    """Whether the pages are a backend's, whose layout has this shape: only xla's may be bits (layout.py)."""
+    return kv_pages.data.shape == shape and (backend == "xla" or kv_pages.data.dtype == kv_pages.dtype)
+
+
 def check_kv_scales(kv_pages: KVPages, num_kv_heads: int, backend: Backend) -> None:
     """Raises ValueError where there are scales, and not in the backend's layout."""
     shape = kv_scales_shape(kv_pages.data.shape[0], kv_pages.page_size, num_kv_heads, backend)
@@ -136,6 +141,8 @@ def check_metadata(metadata: AttentionMetadata, num_tokens: int, page_size: int)
 
 def _check_tiles(name: str, tiles: QueryTiles, page_size: int) -> None:
     num_tiles = tiles.start.shape[0]
+    if num_tiles == 0:
+        raise ValueError(f"metadata.{name} has no tiles: it must be None then")
     for field in ("page_table", "start", "kv_len"):
         array = getattr(tiles, field)
         rank = 2 if field == "page_table" else 1

@@ -65,6 +65,10 @@ METADATA = AttentionMetadata(jnp.zeros(T, jnp.int32), tiles(T), None)
         (dict(metadata=replace(METADATA, decode=tiles(3))), r"metadata.decode.start has 3 rows and q 4"),
         (dict(metadata=replace(METADATA, decode=tiles(4, 6))), r"metadata.decode.page_table\(4, 6\)"),
         (dict(metadata=AttentionMetadata(METADATA.kv_write_index, tiles(1), tiles(2))), "divide the 3 rows"),
+        (
+            dict(metadata=AttentionMetadata(METADATA.kv_write_index, None, tiles(0))),
+            "metadata.prefill has no",
+        ),
         (dict(sliding_window=0), "sliding_window=0"),
         (dict(attention_chunk=-1), "attention_chunk=-1"),
         (dict(sliding_window=3, attention_chunk=3), "one must be None"),
@@ -77,6 +81,29 @@ METADATA = AttentionMetadata(jnp.zeros(T, jnp.int32), tiles(T), None)
 def test_what_does_not_fit_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         paged_attention(**(arguments() | changes))
+
+
+def tpu_pages(page_size: int, kv_dtype: str) -> dict[str, Any]:
+    """With page tables of whole tiles."""
+    metadata = AttentionMetadata(METADATA.kv_write_index, tiles(T, max(1, 64 // page_size)), None)
+    return dict(kv_pages=create_kv_pages(8, page_size, K, H, kv_dtype, "tpu"), metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({name: jnp.zeros((T, n, H), jnp.float16) for name, n in (("q", N), ("k", K), ("v", K))}, "float16"),
+        (tpu_pages(16, "float16"), r"kv_pages.data \(float16\)"),
+        (tpu_pages(8, "float32"), "page_size=8 must be at least 16"),
+        (tpu_pages(192, "int8"), "page_size=192 must divide 128"),
+        (dict(metadata=replace(METADATA, decode=None, prefill=tiles(1))), "tiles of 4 rows"),
+        (dict(kv_pages=PAGES), "layout of backend='tpu'"),
+    ],
+)
+def test_what_the_tpus_kernels_lack_is_refused(changes: dict[str, Any], message: str) -> None:
+    pages = create_kv_pages(8, 16, K, H, "float32", "tpu")
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**(arguments() | dict(kv_pages=pages) | changes), backend="tpu")
 
 
 def test_layouts_that_do_not_exist_are_refused() -> None:

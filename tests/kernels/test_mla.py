@@ -145,6 +145,17 @@ def test_absorbed_equals_attention_by_heads() -> None:
     np.testing.assert_allclose(np.einsum("tnr,nhr->tnh", out, w_uv), want, rtol=1e-5, atol=1e-5)
 
 
+def test_bits_of_bfloat16_are_no_pages_of_a_tpu() -> None:
+    """Rows of 128 have one shape in both layouts, but XLA's bfloat16 pages hold uint16."""
+    args, _ = make_mla_case(LatentSpec("128", 2, 64, 64, 16, 16), "bfloat16", "bfloat16")
+    assert args["kv_pages"].data.dtype == jnp.uint16
+    with pytest.raises(ValueError, match=r"\(uint16\) is not in the layout of backend='tpu'"):
+        mla_paged_attention(**args, backend="tpu", interpret=True)
+    arrays = {name: x for name, x in args.items() if name != "scale"}
+    step = jax.jit(partial(mla_paged_attention, scale=args["scale"])).trace(**arrays)
+    assert "tpu_custom_call" not in step.lower(lowering_platforms=("tpu",)).as_text()
+
+
 def test_the_cache_is_written_in_place() -> None:
     args, _ = make_mla_case(SMALL, "float32", "float32")
     arrays = {name: x for name, x in args.items() if name not in ("scale", "kv_pages")}
@@ -166,7 +177,10 @@ def test_the_cache_is_written_in_place() -> None:
         (dict(q_rope=jnp.zeros((1, 2, 8))), r"q_rope\(1, 2, 8\)"),
         (dict(kv_pages=create_kv_pages(4, 16, 1, 48, "float32")), r"kv_pages.data\(4, 2, 16, 48\)"),
         (dict(kv_pages=KVPages(jnp.zeros((4, 1, 16, 48), jnp.int8), None)), r"kv_pages.data \(int8\)"),
-        (dict(backend="tpu"), r"kv_pages.data\(\d+, 1, 16, 48\) is not in the layout of backend='tpu'"),
+        (
+            dict(backend="tpu"),
+            r"kv_pages.data\(\d+, 1, 16, 48\) \(float32\) is not in the layout of backend='tpu'",
+        ),
         (dict(backend="gpu"), "backend='gpu'"),
         (dict(interpret=True), "interpret=True"),
     ],
