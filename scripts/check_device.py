@@ -32,8 +32,10 @@ ROOT = Path(__file__).parents[1]
 CHIPS = {
     "tpu v4": "v4",
     "tpu v5 lite": "v5e",
+    "tpu v5e": "v5e",
     "tpu v5": "v5p",
     "tpu v6 lite": "v6e",
+    "tpu v6e": "v6e",
     "tpu7x": "tpu7x",
     "nvidia h100": "h100",
     "nvidia h200": "h200",
@@ -202,9 +204,13 @@ def run(report: Report, small: bool, budget_s: float) -> None:
     """Until all checks have a row, or the time is up. Raises RuntimeError where no process starts."""
     while not report.names or (report.not_run and report.seconds < budget_s):
         worker = Worker(len(report.rows), small)
+        left_s = budget_s - report.seconds if report.names else START_S
         try:
-            report.begin(worker.next(START_S))
+            report.begin(worker.next(min(START_S, left_s)))
             take_rows(worker, report, budget_s)
+        except RuntimeError:
+            if not report.names or report.seconds < budget_s:  # else it was given less than its time
+                raise
         finally:
             worker.stop()
 

@@ -15,10 +15,14 @@ from importlib import resources
 
 import jax
 
+# Other names that jax knows of the same chips.
+_SAME_CHIPS = {"tpu_v5e": "tpu_v5_lite", "tpu_v5p": "tpu_v5", "tpu_v6e": "tpu_v6_lite"}
+
 
 def chip_name(device_kind: str) -> str:
-    """ "TPU v5 lite" -> "tpu_v5_lite": the name of the chip's file."""
-    return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_")
+    """ "TPU v5 lite" and "TPU v5e" -> "tpu_v5_lite": the name of the chip's file."""
+    name = re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_")
+    return _SAME_CHIPS.get(name, name)
 
 
 def current_chip() -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 from tests.integration.processes import environment
@@ -57,6 +60,63 @@ def check_device(script: Path, output: Path, *flags: str) -> tuple[int, str, dic
         check=False,
     )
     return result.returncode, result.stdout, json.loads(output.read_text())
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_device", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("kind", "gigabytes_a_second"),
+    [
+        ("TPU v5 lite", 819),
+        ("TPU v5e", 819),
+        ("TPU v5", 2765),
+        ("TPU v5p", 2765),
+        ("TPU v6 lite", 1638),
+        ("TPU v6e", 1638),
+        ("NVIDIA H100 80GB HBM3", 3350),
+    ],
+)
+def test_a_chip_has_its_published_figures(
+    kind: str, gigabytes_a_second: int, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = "tpu" if kind.startswith("TPU") else "gpu"
+    device = SimpleNamespace(platform=platform, device_kind=kind, compute_capability="9.0")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    about, kernel = script.describe_device()
+    assert (about["published"]["GB/s"], kernel) == (gigabytes_a_second, platform)
+
+
+def test_a_process_that_starts_anew_gets_what_is_left_of_the_time(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 s: it starts at once, hangs in the first of two checks, and never starts again."""
+    names = [dict(op="op", shape=str(i), dtype="f32", backend="xla") for i in range(2)]
+    device = dict(kind="chip", platform="tpu", jax="1", published=None)
+    answers: list[dict[str, Any] | None] = [dict(device=device, checks=names), None, None]
+    waited: list[float] = []
+    monkeypatch.setattr(script.time, "monotonic", lambda: sum(waited[1:]))
+
+    def answer(timeout_s: float) -> dict[str, Any]:
+        waited.append(timeout_s)
+        message = answers.pop(0)
+        if message is None:
+            raise RuntimeError("no answer")
+        return message
+
+    worker = SimpleNamespace(stop=lambda: None, next=answer)
+    monkeypatch.setattr(script, "Worker", lambda first, small: worker)
+    report = script.Report(None)
+    script.run(report, small=True, budget_s=100)
+    assert waited == [script.START_S, script.CHECK_S, 100 - script.CHECK_S]
+    assert (len(report.rows), len(report.not_run)) == (1, 1)
 
 
 @pytest.mark.slow

@@ -29,12 +29,19 @@ BLOCKS = {
     "paged_attention_decode": attention.DecodeBlocks,
     "paged_attention_prefill": attention.PrefillBlocks,
 }
-CHIPS = {tuning.chip_name(kind) for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x")}
+# What libtpu calls the chips, and what else jax knows them by (jax/_src/tpu_info.py).
+KINDS = {
+    "tpu_v5_lite": ("TPU v5 lite", "TPU v5e"),
+    "tpu_v5": ("TPU v5", "TPU v5p"),
+    "tpu_v6_lite": ("TPU v6 lite", "TPU v6e"),
+    "tpu7x": ("TPU7x",),
+}
 
 
 def test_there_are_sizes_for_the_chips_and_models_that_were_tuned() -> None:
-    assert {"tpu_v5_lite", "tpu_v6_lite"} <= {path.stem for path in FILES} <= CHIPS
-    for chip in ("tpu_v5_lite", "tpu_v6_lite"):
+    assert {path.stem for path in FILES} == KINDS.keys()
+    for chip, kinds in KINDS.items():
+        assert {tuning.chip_name(kind) for kind in kinds} == {chip}
         keys = {key for name, op, key, _ in ENTRIES if name == chip and op == "paged_attention_decode"}
         assert keys >= {f"{heads}x8x128 bfloat16 page 128 tile 512" for heads in (32, 64)}
 
