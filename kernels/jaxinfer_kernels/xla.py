@@ -123,7 +123,13 @@ def mla_paged_attention(
 
 
 def write_rows(kv_pages: KVPages, rows: jax.Array, kv_write_index: jax.Array) -> KVPages:
-    """Writes [T, rows of a page, H] into the pages, in place if donated; quantises where they are."""
+    """Writes into the pages, in place if they are donated; quantises where they are.
+
+    Args:
+      kv_pages: of the xla backend, or the gpu's.
+      rows: [T, ...], of a token what the pages have of one position.
+      kv_write_index: [T].
+    """
     page_size = kv_pages.page_size
     if kv_write_index.shape[0] == 1:
         # XLA turns a scatter of one index into a slice update before which it copies all the pages.
@@ -132,7 +138,7 @@ def write_rows(kv_pages: KVPages, rows: jax.Array, kv_write_index: jax.Array) ->
     scales = kv_pages.scales
     if scales is not None:
         rows, new_scales = quantize(rows, kv_pages.dtype)
-        scales = scales.at[at].set(new_scales, mode="promise_in_bounds")
+        scales = scales.at[at].set(new_scales.reshape(len(rows), -1), mode="promise_in_bounds")
     stored = jax.lax.bitcast_convert_type(rows.astype(kv_pages.dtype), kv_pages.data.dtype)
     return KVPages(kv_pages.data.at[at].set(stored, mode="promise_in_bounds"), scales)
 

@@ -16,7 +16,7 @@ from jaxinfer_kernels.gpu.common import MMA_ROWS, Logits, Visibility, check_chip
 from jaxinfer_kernels.gpu.decode import TILE_TOKENS, decode_attention
 from jaxinfer_kernels.gpu.prefill import prefill_attention
 from jaxinfer_kernels.layout import AttentionMetadata, KVPages
-from jaxinfer_kernels.quantize import quantize
+from jaxinfer_kernels.xla import write_rows
 
 NUM_SMS = 132  # of an H100 SXM and an H200: blocks that run at once, to a small factor
 SMEM_BYTES = 227 * 1024  # that one block may have; an SM has one KiB more, and a block costs one
@@ -44,7 +44,9 @@ def paged_attention(
     """
     check_chip(interpret)
     _check(q, k, kv_pages, metadata)
-    kv_pages = write_kv(kv_pages, k, v, metadata.kv_write_index)
+    padding = kv_pages.data.shape[-1] - k.shape[-1]
+    kv = jnp.pad(jnp.stack([k, v], axis=2), ((0, 0), (0, 0), (0, 0), (0, padding)))
+    kv_pages = write_rows(kv_pages, kv, metadata.kv_write_index)
     num_pages, num_kv_heads, page_size, _, head_dim = kv_pages.data.shape
     pages = kv_pages.data.reshape(num_pages, num_kv_heads, page_size, 2 * head_dim)
     visibility = Visibility(sliding_window, attention_chunk)
@@ -68,22 +70,6 @@ def paged_attention(
     if len(outputs) > 1:
         out, lse = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
     return out, lse, kv_pages
-
-
-def write_kv(kv_pages: KVPages, k: jax.Array, v: jax.Array, kv_write_index: jax.Array) -> KVPages:
-    """Writes k and v [T, K, H] into the pages, in place where they are donated; quantises where they are."""
-    page_size, padding = kv_pages.page_size, kv_pages.data.shape[-1] - k.shape[-1]
-    if kv_write_index.shape[0] == 1:
-        # XLA turns a scatter of one index into a slice update before which it copies all the pages.
-        kv_write_index, k, v = (jnp.concatenate([x, x]) for x in (kv_write_index, k, v))
-    kv = jnp.pad(jnp.stack([k, v], axis=2), ((0, 0), (0, 0), (0, 0), (0, padding)))  # [T, K, 2, H]
-    at = (kv_write_index // page_size, slice(None), kv_write_index % page_size)
-    scales = kv_pages.scales
-    if scales is not None:
-        kv, new_scales = quantize(kv, kv_pages.dtype)
-        scales = scales.at[at].set(new_scales.reshape(len(kv), -1), mode="promise_in_bounds")
-    data = kv_pages.data.at[at].set(kv.astype(kv_pages.data.dtype), mode="promise_in_bounds")
-    return KVPages(data, scales)
 
 
 def decode_launch(head_dim: int, group: int, itemsize: int = 2) -> tuple[int, int]:

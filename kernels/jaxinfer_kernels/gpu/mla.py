@@ -22,6 +22,7 @@ from jaxinfer_kernels.gpu.attention import NUM_SMS
 from jaxinfer_kernels.gpu.common import Logits, Visibility, check_chip
 from jaxinfer_kernels.gpu.decode import MAX_SPLITS, DecodeKernel, make_work_list, merge_splits
 from jaxinfer_kernels.layout import AttentionMetadata, KVPages, QueryTiles
+from jaxinfer_kernels.xla import write_rows
 
 HEADS = 16  # of a block of queries: as many as leave room for two stages of R = 512 and Hr = 64
 NUM_STAGES = 2
@@ -48,16 +49,18 @@ def mla_paged_attention(
     check_chip(interpret)
     _check(q_latent, kv_pages)
     latent_dim, width = latent.shape[1], kv_pages.data.shape[-1]
-    kv_pages = _write(kv_pages, jnp.concatenate([latent, k_rope], axis=1), metadata.kv_write_index)
     queries = jnp.concatenate([q_latent, q_rope], axis=2)
-    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, width - queries.shape[2])))
+    padding = width - queries.shape[2]
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padding)))
+    rows = jnp.pad(jnp.concatenate([latent, k_rope], axis=1), ((0, 0), (0, padding)))
+    kv_pages = write_rows(kv_pages, rows[:, None, None], metadata.kv_write_index)
     num_decodes = 0 if metadata.decode is None else metadata.decode.start.shape[0]
     outputs = []
     if metadata.decode is not None:
         outputs.append((queries[:num_decodes], metadata.decode, MAX_SPLITS))
     if metadata.prefill is not None:
-        rows = queries[num_decodes:]
-        outputs.append((rows, _as_decodes(metadata.prefill, rows.shape[0]), 1))
+        prefill = queries[num_decodes:]
+        outputs.append((prefill, _as_decodes(metadata.prefill, prefill.shape[0]), 1))
     pages = kv_pages.data.reshape(*kv_pages.data.shape[:3], width)
     outputs = [_attend(*part, pages, latent_dim, scale, interpret) for part in outputs]
     return jnp.concatenate(outputs), kv_pages
@@ -103,17 +106,6 @@ def _as_decodes(tiles: QueryTiles, num_rows: int) -> QueryTiles:
     positions = (tiles.start[:, None] + jnp.arange(block)).ravel()
     lens = jnp.where(positions < jnp.repeat(tiles.kv_len, block), positions + 1, 0)
     return QueryTiles(jnp.repeat(tiles.page_table, block, axis=0), positions, lens)
-
-
-def _write(kv_pages: KVPages, rows: jax.Array, kv_write_index: jax.Array) -> KVPages:
-    """Writes rows [T, R + Hr] into the pages, in place where they are donated."""
-    page_size, padding = kv_pages.page_size, kv_pages.data.shape[-1] - rows.shape[1]
-    if kv_write_index.shape[0] == 1:
-        # XLA turns a scatter of one index into a slice update before which it copies all the pages.
-        kv_write_index, rows = (jnp.concatenate([x, x]) for x in (kv_write_index, rows))
-    at = (kv_write_index // page_size, 0, kv_write_index % page_size, 0)
-    rows = jnp.pad(rows, ((0, 0), (0, padding)))
-    return KVPages(kv_pages.data.at[at].set(rows, mode="promise_in_bounds"), None)
 
 
 def _check(q_latent: jax.Array, kv_pages: KVPages) -> None:

@@ -42,8 +42,6 @@ from jaxinfer_kernels.gpu.common import (
 )
 from jaxinfer_kernels.layout import QueryTiles
 
-PREFILL_TILE_TOKENS = 128  # two warpgroups of 64 rows
-
 
 def prefill_attention(
     q: jax.Array,
