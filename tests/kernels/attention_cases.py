@@ -198,6 +198,7 @@ def check(case: Case) -> None:
     numbers = unpack_kv_pages(kv_pages, case.spec.num_kv_heads, case.spec.head_dim, case.backend)
     np.testing.assert_array_equal(np.asarray(numbers, np.float64)[1:], want_numbers[1:])
     scales = unpack_kv_scales(kv_pages, case.backend)
+    assert (scales is None) == (want_scales is None)
     if want_scales is not None and scales is not None:
         np.testing.assert_array_equal(np.asarray(scales)[1:], want_scales[1:])
 
