@@ -48,8 +48,8 @@ SCHEDULED = {
     "paged_attention_prefill": {"compute_rows": (512, 256, 1024)},
 }
 TIMED = {
-    "paged_attention_decode": {"unroll": (8, 4), "num_buffers": (3, 2, 4), "sequences": (8, 4, 16)},
-    "paged_attention_prefill": {"compute_rows": (512, 256, 1024), "num_buffers": (3, 2, 4)},
+    "paged_attention_decode": {"unroll": (8, 4), "num_buffers": (3, 4, 6), "sequences": (8, 4, 16)},
+    "paged_attention_prefill": {"compute_rows": (512, 256, 1024), "num_buffers": (3, 4, 6)},
 }
 LAUNCHES, RUNS = 20, 5
 Sizes = dict[str, int]
