@@ -101,9 +101,9 @@ def tpu_pages(page_size: int, kv_dtype: str) -> dict[str, Any]:
     ],
 )
 def test_what_the_tpus_kernels_lack_is_refused(changes: dict[str, Any], message: str) -> None:
-    pages = create_kv_pages(8, 16, K, H, "float32", "tpu")
+    args: dict[str, Any] = dict(kv_pages=create_kv_pages(8, 16, K, H, "float32", "tpu"), backend="tpu")
     with pytest.raises(ValueError, match=message):
-        paged_attention(**(arguments() | dict(kv_pages=pages) | changes), backend="tpu")
+        paged_attention(**(arguments() | args | changes))
 
 
 def test_layouts_that_do_not_exist_are_refused() -> None:
