@@ -197,8 +197,8 @@ def plan_options(argv: Sequence[str]) -> PlanOptions:
     values = _parse("plan", argv, define_engine, define_plan)
     if values.compile and values.quantize != "none":
         raise UsageError("flag --compile: it compiles what the engine runs, so --quantize must be none")
-    if values.bundle is not None and (not values.compile or values.quantize != "none"):
-        raise UsageError("flag --bundle needs --compile with plan, and weights as they are (--quantize=none)")
+    if values.bundle is not None and not values.compile:
+        raise UsageError("flag --bundle: plan writes what it compiles, so it needs --compile")
     return PlanOptions(
         values.verbosity,
         engine_config(values),

@@ -17,6 +17,7 @@ from jaxinfer.memory.aot import compile_step, largest_programs
 from jaxinfer.memory.chips import GIB, find_chip
 from jaxinfer.memory.planning import make_plan
 from jaxinfer.models.families import model_config_from
+from tests.integration.engines import MODELS
 from tests.integration.processes import assert_one_line, command, environment, run
 
 LLAMA_8B = str(Path(__file__).parents[1] / "golden" / "configs" / "Llama-3.1-8B.json")
@@ -29,6 +30,18 @@ pytestmark = [
         reason="libtpu is not installed (the extra `plan`; it goes with jax 0.12, so with Python 3.12)",
     ),
 ]
+
+
+def test_a_bundle_for_a_slice_that_is_not_there(tmp_path: Path) -> None:
+    flags = ("--max_model_len=128", "--max_num_seqs=4", "--max_num_batched_tokens=128", "--num_pages=64")
+    report = compiled(str(MODELS / "llama"), "--chip=v5e", "--mesh=1x4", f"--bundle={tmp_path}", *flags)
+    (path,) = tmp_path.iterdir()
+    assert report["bundle"] == {"path": str(path), "num_pages": 64, "max_model_len": 128}
+    size = int.from_bytes(path.read_bytes()[50:58], "little")
+    header = json.loads(path.read_bytes()[58 : 58 + size])
+    assert (header["key"]["platform"], header["key"]["device_kind"]) == ("tpu", "TPU v5 lite")
+    names = [program["name"] for program in header["programs"]]
+    assert {"decode_step 1", "decode_step 4", "sample_step 4", "create_state"} <= set(names)
 
 
 @pytest.fixture(scope="module")

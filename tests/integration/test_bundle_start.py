@@ -10,10 +10,11 @@ import jax
 import pytest
 from absl import logging
 
+from jaxinfer import plan
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.programs import Programs
 from jaxinfer.types import SamplingParams
-from tests.integration.engines import make_engine, run, tokens, write_byte_tokenizer
+from tests.integration.engines import MODELS, make_engine, run, tokens, write_byte_tokenizer
 from tests.integration.processes import ENGINE_FLAGS
 from tests.integration.processes import run as run_command
 
@@ -73,6 +74,20 @@ def test_a_start_from_a_bundle_compiles_nothing(
     assert compiled._counter.total.num_compilations > 0
     assert loaded._counter.total.names == []  # not even a conversion
     assert loaded.memory().measured == compiled.memory().measured
+    assert warnings == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["1x1", "2x1x2"])
+def test_a_start_from_the_bundle_of_a_plan_compiles_nothing(
+    mesh: str, tokenizer: Path, tmp_path: Path, warnings: list[str]
+) -> None:
+    flags = ("--max_num_seqs=4", "--max_num_batched_tokens=64", "--max_model_len=128", "--page_size=8")
+    argv = (f"--model={MODELS / 'llama'}", f"--mesh={mesh}", f"--bundle={tmp_path}", *flags)
+    assert plan.main([*argv, "--chip=cpu", "--compile"]) == 0
+    loaded = make_engine(tokenizer, mesh=mesh, bundle=str(tmp_path))
+    assert loaded._counter.total.names == []
+    assert answers(loaded) == answers(make_engine(tokenizer, mesh=mesh))
     assert warnings == []
 
 
