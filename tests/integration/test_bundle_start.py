@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_a_start_from_the_bundle_of_a_plan_compiles_nothing(
     flags = ("--max_num_seqs=4", "--max_num_batched_tokens=64", "--max_model_len=128", "--page_size=8")
     argv = (f"--model={MODELS / 'llama'}", f"--mesh={mesh}", f"--bundle={tmp_path}", *flags)
     assert plan.main([*argv, "--chip=cpu", "--compile"]) == 0
-    loaded = make_engine(tokenizer, mesh=mesh, bundle=str(tmp_path))
+    loaded = make_engine(tokenizer, mesh=mesh, bundle=str(tmp_path), xla_flags=os.environ["XLA_FLAGS"])
     assert loaded._counter.total.names == []
     assert answers(loaded) == answers(make_engine(tokenizer, mesh=mesh))
     assert warnings == []
