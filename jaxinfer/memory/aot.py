@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jax.stages import Lowered
 
 from jaxinfer.config import ConfigError, EngineConfig, MeshConfig
+from jaxinfer.engine.compilation import bypass_persistent_cache
 from jaxinfer.engine.programs import (
     compile_programs,
     forward_name,
@@ -169,6 +170,7 @@ def write_engine_bundle(config: EngineConfig, plan: Plan) -> Path:
       OSError: it cannot be written.
     """
     assert config.bundle is not None
+    bypass_persistent_cache()
     resolved, meshes = plan.resolved, _described_meshes(plan.chip, plan.mesh)
     stages = abstract_stages(plan.model, jnp.dtype(resolved.dtype), meshes)
     programs = compile_programs(stages, resolved.cache, resolved.scheduler, meshes)
