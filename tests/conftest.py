@@ -1,8 +1,9 @@
-"""What all tests share: real checkpoints, a compilation cache, 8 simulated devices, hypothesis' profile."""
+"""What all tests share: real checkpoints, a compilation cache, 8 devices, free ports, hypothesis' profile."""
 
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -52,3 +53,16 @@ def gemma_path(cache_dir: Path) -> Path:
     from tests.gemma import fetch_gemma_270m
 
     return fetch_gemma_270m(cache_dir)
+
+
+@pytest.fixture
+def coordinator() -> str:
+    """Two ports in a row that nobody listens on."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+            except (OSError, OverflowError):
+                continue
+            return f"127.0.0.1:{port}"

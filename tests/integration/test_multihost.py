@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -48,19 +47,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """The flags of a model that compiles quickly."""
     tokenizer = write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     return (f"--model={MODELS / 'llama'}", f"--tokenizer={tokenizer}", *TINY_FLAGS)
-
-
-@pytest.fixture
-def coordinator() -> str:
-    """Two ports in a row that nobody listens on."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as first:
-            port = first.getsockname()[1]
-            try:
-                socket.create_server(("127.0.0.1", port + 1)).close()
-            except (OSError, OverflowError):
-                continue
-            return f"127.0.0.1:{port}"
 
 
 class Host:

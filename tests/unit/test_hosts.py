@@ -18,19 +18,6 @@ from jaxinfer.parallel.hosts import Hosts, HostsError
 FACTS = {"jax": "1.0", "mesh": "1x4"}
 
 
-@pytest.fixture
-def coordinator() -> str:
-    """Two ports in a row that nobody listens on."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as first:
-            port = first.getsockname()[1]
-            try:
-                socket.create_server(("127.0.0.1", port + 1)).close()
-            except (OSError, OverflowError):
-                continue
-            return f"127.0.0.1:{port}"
-
-
 def config(coordinator: str, host_id: int, num_hosts: int = 3, timeout_s: float = 30.0) -> HostsConfig:
     return HostsConfig(coordinator, num_hosts, host_id, timeout_s)
 
