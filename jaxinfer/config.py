@@ -101,6 +101,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     tensor_parallel: int = 1  # sizes are padded to so many devices: parallel/layout.py
     stage: StageConfig = StageConfig()  # `layers` are those of one stage: parallel/stages.py
+    matmul: Literal["cpu", "xla"] = "xla"  # whose kernels multiply by the weights
 
     @property
     def has_embedding(self) -> bool:
@@ -166,7 +167,7 @@ class CacheConfig:
     page_size: int
     num_pages: int
     dtype: str
-    backend: Literal["tpu", "gpu", "xla"] = "xla"  # the attention kernels', which own the layout
+    backend: Literal["cpu", "tpu", "gpu", "xla"] = "xla"  # the attention kernels', which own the layout
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,8 @@ class EngineConfig:
     rope_scaling: str | None = None  # JSON, as in config.json
     verify: Literal["none", "size", "sha256"] = "size"
     load_format: Literal["auto", "dummy"] = "auto"
-    attention: Literal["auto", "tpu", "gpu", "xla"] = "auto"
+    attention: Literal["auto", "cpu", "tpu", "gpu", "xla"] = "auto"
+    matmul: Literal["auto", "cpu", "xla"] = "auto"
 
     def replace(self, **changes: object) -> EngineConfig:
         return replace(self, **changes)  # type: ignore[arg-type]

@@ -73,8 +73,14 @@ def define_engine(values: FlagValues) -> None:
     choice("load_format", ["auto", "dummy"], "dummy is random weights.")
     choice(
         "attention",
-        ["auto", "tpu", "gpu", "xla"],
-        "The attention kernel; auto is tpu on a TPU, else xla. tpu and gpu are interpreted elsewhere.",
+        ["auto", "cpu", "tpu", "gpu", "xla"],
+        "The attention kernel; auto is tpu on a TPU, cpu on a CPU in float32 where a C++ compiler is found, "
+        "else xla. tpu and gpu are interpreted elsewhere.",
+    )
+    choice(
+        "matmul",
+        ["auto", "cpu", "xla"],
+        "The products with the weights; auto is cpu as for attention, and on a mesh of T=1, else xla.",
     )
 
 

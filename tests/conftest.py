@@ -36,7 +36,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def cache_dir() -> Path:
     """Where checkpoints are kept from one run to the next."""
-    return Path(os.environ.get("JAXINFER_CACHE_DIR") or Path.home() / ".cache" / "jaxinfer")
+    from tests.cpu_kernels import kept_files
+
+    return kept_files()
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from jaxinfer.engine.compilation import (
     bypass_persistent_cache,
     use_persistent_cache,
 )
+from jaxinfer.engine.cpu_kernels import load_cpu_kernels
 from jaxinfer.engine.hollow import hollow_programs
 from jaxinfer.engine.host_memory import keep_freed_memory, use_huge_pages
 from jaxinfer.engine.outputs import LiveCompletion, LiveRequest
@@ -112,7 +113,9 @@ class Engine:
         meshes = make_meshes(mesh_config, devices)
         self.model_config = load_model_config(reader, rope_scaling_override=config.rope_scaling)
         device = jax.local_devices()[0]
-        resolved = self._resolved = resolve(config, self.model_config, device)
+        cpu_kernels = load_cpu_kernels(config, device)
+        resolved = self._resolved = resolve(config, self.model_config, device, cpu_kernels=cpu_kernels)
+        self.model_config = replace(self.model_config, matmul=resolved.matmul)
         logging.info("bytes of a device, planned: %s", resolved.ledger)
         self.scheduler_config, self.cache_config = resolved.scheduler, resolved.cache
         self._scheduler = Scheduler(resolved.scheduler, resolved.cache)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from absl import logging
 
@@ -49,6 +49,7 @@ class ResolvedConfig:
     """
 
     dtype: str
+    matmul: Literal["cpu", "xla"]
     scheduler: SchedulerConfig
     cache: CacheConfig
     memory: MemoryModel
@@ -102,6 +103,8 @@ def resolve(
     device: Device,
     quantize: str = "none",
     compiled: tuple[CompiledBytes, ...] = (),
+    *,
+    cpu_kernels: bool = False,
 ) -> ResolvedConfig:
     """Sizes and dtypes for this model on this device.
 
@@ -111,6 +114,7 @@ def resolve(
       device: one of the mesh's, or the stand-in of one that `jaxinfer.plan` asks about.
       quantize: how the projections are stored; the engine itself knows only "none".
       compiled: what the compiler says of each stage's programs; none is estimates.
+      cpu_kernels: whether the C++ kernels are there for the device to run.
 
     Raises:
       DoesNotFitError: the model or a request at the length limit does not fit.
@@ -118,7 +122,10 @@ def resolve(
     """
     check(config)
     dtype, kv_dtype = _dtypes(config, device)
-    backend = _backend(config, device, dtype, kv_dtype)
+    mesh = parse_mesh(config.mesh)
+    cpu_kernels &= device.platform == "cpu"
+    backend = _backend(config, device, dtype, kv_dtype, cpu_kernels=cpu_kernels)
+    matmul = _matmul(config, mesh, dtype, cpu_kernels)
     tile = prefill_tile_tokens(backend)
     if config.max_num_batched_tokens < tile:
         raise ConfigError(f"max_num_batched_tokens={config.max_num_batched_tokens} must be {tile} or more")
@@ -127,7 +134,6 @@ def resolve(
             f"max_model_len={config.max_model_len} must be at most {model.max_position_embeddings}, "
             "the model's own limit; --rope_scaling can stretch it"
         )
-    mesh = parse_mesh(config.mesh)
     for name, (before, after) in padding(model, mesh.tensor).items():
         logging.info("mesh=%s: %s is laid out as %d instead of %d", mesh, name, after, before)
     memory = MemoryModel(
@@ -170,7 +176,7 @@ def resolve(
         num_waves=mesh.pipe,
     )
     cache = CacheConfig(config.page_size, num_pages, kv_dtype, backend)
-    return ResolvedConfig(dtype, scheduler, cache, memory, budget_bytes, available_pages)
+    return ResolvedConfig(dtype, matmul, scheduler, cache, memory, budget_bytes, available_pages)
 
 
 def _dtypes(config: EngineConfig, device: Device) -> tuple[str, str]:
@@ -191,12 +197,20 @@ def _dtypes(config: EngineConfig, device: Device) -> tuple[str, str]:
     return dtype, kv_dtype
 
 
-def _backend(config: EngineConfig, device: Device, *dtypes: str) -> Backend:
-    """The attention kernels' backend: as asked, else a TPU's own, and XLA's elsewhere."""
+def _backend(config: EngineConfig, device: Device, *dtypes: str, cpu_kernels: bool) -> Backend:
+    """The attention kernels' backend: as asked, else a TPU's or CPU's own, and XLA's elsewhere."""
+    backend: Backend = "xla"
     if config.attention != "auto":
         backend = config.attention
-    else:
-        backend = "tpu" if device.platform == "tpu" else "xla"
+    elif device.platform == "tpu":
+        backend = "tpu"
+    elif cpu_kernels and set(dtypes) == {"float32"}:
+        backend = "cpu"
+    if backend == "cpu" and not (cpu_kernels and set(dtypes) == {"float32"}):
+        raise ConfigError(
+            f"attention=cpu is for CPUs, with dtype and kv_cache_dtype float32 (here {' and '.join(dtypes)} on "
+            f"a {device.platform}): use attention=xla"
+        )
     capability = getattr(device, "compute_capability", None)
     if backend == "gpu" and device.platform == "gpu" and capability != HOPPER:
         raise ConfigError(
@@ -219,6 +233,17 @@ def _backend(config: EngineConfig, device: Device, *dtypes: str) -> Backend:
             f"attention={config.attention}"
         )
     return backend
+
+
+def _matmul(config: EngineConfig, mesh: MeshConfig, dtype: str, cpu_kernels: bool) -> Literal["cpu", "xla"]:
+    """Whose kernels multiply by the weights. XLA cannot divide a product of ours among devices."""
+    fits = cpu_kernels and dtype == "float32" and mesh.tensor == 1
+    if config.matmul == "cpu" and not fits:
+        raise ConfigError(
+            f"matmul=cpu is for CPUs, with dtype float32 (here {dtype}) and mesh=Dx1 (here {mesh}): use "
+            "matmul=xla"
+        )
+    return "cpu" if fits and config.matmul != "xla" else "xla"
 
 
 def _prefill_rows(config: EngineConfig, max_model_len: int, tile: int) -> int:

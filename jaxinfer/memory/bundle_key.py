@@ -24,6 +24,7 @@ _PLUGINS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt"), "cpu": ()}
 )
 _PACKAGES = (Path(__file__).parents[1], Path(jaxinfer_kernels.__file__).parent)
+_SOURCE_SUFFIXES = (".py", ".json", ".cc", ".h")
 # Of jax's own configuration, what changes what our functions are traced to.
 _JAX_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl")
 
@@ -49,8 +50,8 @@ def bundle_key(
     """The key, a name and a value for each thing that must agree.
 
     Args:
-      config: for the mesh, the attention kernel and XLA's flags.
-      model: of the checkpoint, before it is laid out for the mesh.
+      config: for the mesh and XLA's flags.
+      model: of the checkpoint, before it is laid out for the mesh; it says whose kernels multiply.
       dtype: of the weights, resolved; so are the following.
       cache: the sizes of the KV cache.
       scheduler: the limits of a step.
@@ -65,7 +66,7 @@ def bundle_key(
         "model": f"{model.architecture} {hashlib.sha256(shape.encode()).hexdigest()[:16]}",
         "dtype": dtype,
         "kv_cache_dtype": cache.dtype,
-        "attention": config.attention,
+        "attention": cache.backend,
         "max_model_len": str(scheduler.max_model_len),
         "max_num_seqs": str(scheduler.max_num_seqs),
         "max_num_batched_tokens": str(scheduler.max_num_batched_tokens),
@@ -130,4 +131,4 @@ def source_digest() -> str:
 
 def _source_files() -> Iterator[Path]:
     for package in _PACKAGES:
-        yield from sorted(path for path in package.rglob("*") if path.suffix in (".py", ".json"))
+        yield from sorted(path for path in package.rglob("*") if path.suffix in _SOURCE_SUFFIXES)

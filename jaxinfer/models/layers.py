@@ -16,7 +16,9 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+import jaxinfer_kernels
 from jaxinfer.config import RopeConfig
+from jaxinfer_kernels import Backend
 
 
 def linear(
@@ -24,12 +26,14 @@ def linear(
     x: jax.Array,
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
+    *,
+    backend: Backend = "xla",
 ) -> jax.Array:
     """weight [out, in] times x [in, T], plus bias [out] in each column: [out, T] in out_dtype (x's dtype).
 
     Products are summed in float32.
     """
-    out = lax.dot_general(weight, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    out = jaxinfer_kernels.linear(weight, x, backend=backend)
     if bias is not None:
         out = out + bias.astype(jnp.float32)[:, None]
     return out.astype(out_dtype or x.dtype)
@@ -130,12 +134,16 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 class Linear(nnx.Module):
     """weight [out, in] and perhaps a bias [out]."""
 
-    def __init__(self, num_in: int, num_out: int, dtype: DTypeLike, use_bias: bool = False) -> None:
+    def __init__(
+        self, num_in: int, num_out: int, dtype: DTypeLike, use_bias: bool = False, backend: Backend = "xla"
+    ) -> None:
+        self.backend: Backend = backend
         self.weight = nnx.Param(jnp.zeros((num_out, num_in), dtype))
         self.bias = nnx.Param(jnp.zeros((num_out,), dtype)) if use_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return linear(self.weight[...], x, None if self.bias is None else self.bias[...])
+        bias = None if self.bias is None else self.bias[...]
+        return linear(self.weight[...], x, bias, backend=self.backend)
 
 
 class RMSNorm(nnx.Module):

@@ -15,7 +15,7 @@ from jaxinfer_kernels.layout import (
     mla_pages_shape,
     prefill_tile_tokens,
 )
-from jaxinfer_kernels.matmul import grouped_matmul, quantized_matmul
+from jaxinfer_kernels.matmul import grouped_matmul, linear, quantized_matmul
 
 __all__ = [
     "AttentionMetadata",
@@ -29,6 +29,7 @@ __all__ = [
     "kv_pages_shape",
     "kv_scales_shape",
     "kv_tile_tokens",
+    "linear",
     "mla_paged_attention",
     "mla_pages_shape",
     "paged_attention",

@@ -19,6 +19,12 @@ from jaxinfer_kernels.checks import (
 from jaxinfer_kernels.layout import AttentionMetadata, Backend, KVPages, kv_pages_shape, mla_pages_shape
 
 
+def _cpu_paged_attention(*args: Any, **options: Any) -> Any:
+    from jaxinfer_kernels.cpu.attention import paged_attention
+
+    return paged_attention(*args, **options)
+
+
 def _tpu_paged_attention(*args: Any, **options: Any) -> Any:
     # Importing a Pallas backend takes 0.3 s, which only those pay who use it.
     from jaxinfer_kernels.tpu.attention import paged_attention
@@ -45,9 +51,10 @@ def _gpu_paged_attention(*args: Any, **options: Any) -> Any:
 
 
 # Each op by backend. All take the public op's arrays by place and its options by name, and give the
-# log-sum-exp; kernels take `interpret`, and tpu `return_lse`, since it costs something there. A backend is
-# added here and in layout.py.
+# log-sum-exp; Pallas kernels take `interpret`, and tpu `return_lse`, since it costs something there. A backend
+# is added here and in layout.py.
 _PAGED_ATTENTION: Mapping[Backend, Callable[..., Any]] = {
+    "cpu": _cpu_paged_attention,
     "tpu": _tpu_paged_attention,
     "gpu": _gpu_paged_attention,
     "xla": xla.paged_attention,
@@ -137,7 +144,7 @@ def paged_attention(
         value (gpt-oss).
       return_lse: whether to give the log of each query's sum of exponentials, the sink's included.
       backend: "auto" is the backend whose layout the pages have; where several share it, the one of
-        the platform that is lowered for.
+        the platform that is lowered for. "cpu" is taken by name alone, after `cpu.build.load`.
       interpret: runs the kernel of a named backend, tpu or gpu, by interpretation on the CPU.
 
     Returns:
@@ -164,9 +171,10 @@ def paged_attention(
     fitting: dict[Backend, Callable[..., Any]] = {}
     for name, function in _PAGED_ATTENTION.items():
         layout = kv_pages_shape(num_pages, page_size, num_kv_heads, head_dim, name)
-        if backend in ("auto", name) and has_layout(kv_pages, layout, name):
+        by_name = backend == name or (backend == "auto" and name != "cpu")
+        if by_name and has_layout(kv_pages, layout, name):
             check_kv_scales(kv_pages, num_kv_heads, name)
-            options = {} if name == "xla" else {"interpret": interpret}
+            options = {} if name in ("cpu", "xla") else {"interpret": interpret}
             if name == "tpu":
                 options["return_lse"] = return_lse
             fitting[name] = partial(

@@ -78,8 +78,8 @@ def check_backend(op: str, implemented: tuple[Backend, ...], backend: str, inter
     if backend not in ("auto", *implemented):
         names = ", ".join(("auto", *implemented))
         raise ValueError(f"backend={backend!r} must be one of {names}: {op} has no other")
-    if interpret and backend in ("auto", "xla"):
-        raise ValueError(f"interpret=True needs a backend with a kernel by name, not backend={backend!r}")
+    if interpret and backend not in ("tpu", "gpu"):
+        raise ValueError(f"interpret=True needs backend='tpu' or 'gpu', not backend={backend!r}")
 
 
 def check_positive(values: Mapping[str, float | None]) -> None:
@@ -106,7 +106,8 @@ def check_kv_pages(kv_pages: KVPages) -> None:
 
 def has_layout(kv_pages: KVPages, shape: tuple[int, ...], backend: Backend) -> bool:
     """Whether the pages are a backend's, whose layout has this shape: only xla's may be bits (layout.py)."""
-    return kv_pages.data.shape == shape and (backend == "xla" or kv_pages.data.dtype == kv_pages.dtype)
+    bits = kv_pages.data.dtype != kv_pages.dtype
+    return kv_pages.data.shape == shape and (backend in ("cpu", "xla") or not bits)
 
 
 def check_kv_scales(kv_pages: KVPages, num_kv_heads: int, backend: Backend) -> None:
@@ -157,6 +158,15 @@ def _check_tiles(name: str, tiles: QueryTiles, page_size: int) -> None:
             f"metadata.{name}.page_table{tiles.page_table.shape} must hold whole tiles of {tile} tokens, "
             f"in pages of {page_size}"
         )
+
+
+def check_linear(weight: jax.Array, x: jax.Array, backend: str) -> None:
+    """Raises ValueError where an argument of `matmul.linear` does not fit."""
+    if weight.ndim != 2 or x.ndim != 2 or weight.shape[1] != x.shape[0]:
+        raise ValueError(f"weight{weight.shape} and x{x.shape} must be [F, D] and [D, M]")
+    check_backend("linear", ("cpu", "xla"), backend, interpret=False)
+    if backend == "cpu" and (weight.dtype != jnp.float32 or x.dtype != jnp.float32):
+        raise ValueError(f"weight ({weight.dtype}) and x ({x.dtype}) must be float32 with backend='cpu'")
 
 
 def check_grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:

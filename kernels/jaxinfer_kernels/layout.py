@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxinfer_kernels.tpu import attention_layout
 
-Backend = Literal["tpu", "gpu", "xla"]
+Backend = Literal["cpu", "tpu", "gpu", "xla"]
 
 KV_TILE_TOKENS = 64  # keys that one pass of the reduction takes; 128 and 256 read more padding
 _DECODE_TILE_TOKENS = 128
@@ -85,7 +85,7 @@ def kv_pages_shape(
 ) -> tuple[int, ...]:
     """Shape of one layer's `KVPages.data`.
 
-    xla: [num_pages, 2K, page_size, H], K in even rows and V in odd ones. Heads come before positions
+    xla and cpu: [num_pages, 2K, page_size, H], K in even rows and V in odd ones. Heads come before positions
     so that one gather of (page, head) rows yields contiguous [R, K, tokens, H] operands: with
     positions first, XLA on the CPU spends more time transposing the gathered pages than multiplying
     them.
@@ -102,9 +102,9 @@ def kv_pages_shape(
         return attention_layout.pages_shape(num_pages, page_size, num_kv_heads, head_dim)
     if backend == "gpu":
         return (num_pages, num_kv_heads, page_size, 2, -(-head_dim // 64) * 64)
-    if backend == "xla":
+    if backend in ("cpu", "xla"):
         return (num_pages, 2 * num_kv_heads, page_size, head_dim)
-    raise ValueError(f"backend={backend!r} must be tpu, gpu or xla")
+    raise ValueError(f"backend={backend!r} must be cpu, tpu, gpu or xla")
 
 
 def kv_scales_shape(
@@ -112,7 +112,7 @@ def kv_scales_shape(
 ) -> tuple[int, ...]:
     """Shape of one layer's `KVPages.scales`.
 
-    xla and gpu: [num_pages, 2K, page_size], K's in even rows and V's in odd ones.
+    xla, cpu and gpu: [num_pages, 2K, page_size], K's in even rows and V's in odd ones.
 
     tpu: [num_pages, K, L], a head's K's and then its V's in L lanes; see tpu/attention_layout.py.
     """
@@ -260,9 +260,9 @@ def prefill_tile_tokens(backend: Backend = "xla") -> int:
     Raises:
       ValueError: the backend has no such number.
     """
-    tiles: dict[str, int] = {"tpu": 128, "gpu": 128, "xla": 32}
+    tiles: dict[str, int] = {"tpu": 128, "gpu": 128, "cpu": 32, "xla": 32}
     if backend not in tiles:
-        raise ValueError(f"backend={backend!r} must be tpu, gpu or xla")
+        raise ValueError(f"backend={backend!r} must be cpu, tpu, gpu or xla")
     return tiles[backend]
 
 

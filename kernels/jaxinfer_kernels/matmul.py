@@ -9,12 +9,40 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from jaxinfer_kernels import grouped, quantized
-from jaxinfer_kernels.checks import check_backend, check_grouped_matmul, check_quantized_matmul
+from jaxinfer_kernels.checks import (
+    check_backend,
+    check_grouped_matmul,
+    check_linear,
+    check_quantized_matmul,
+)
 from jaxinfer_kernels.layout import Backend
 
 _BACKENDS: tuple[Backend, ...] = ("tpu", "xla")
+
+
+def linear(weight: jax.Array, x: jax.Array, *, backend: Backend = "xla") -> jax.Array:
+    """Multiplies weights by feature-major activations.
+
+    Args:
+      weight: [F, D] floats.
+      x: [D, M] floats.
+      backend: "cpu" is the C++ kernel, for float32, after `cpu.build.load`; "xla" is XLA's product.
+
+    Returns:
+      [F, M] float32, in which it is summed.
+
+    Raises:
+      ValueError: an argument does not fit or the backend does not support it, by the argument's name.
+    """
+    check_linear(weight, x, backend)
+    if backend == "cpu":
+        from jaxinfer_kernels.cpu.linear import linear as cpu_linear
+
+        return cpu_linear(weight, x)
+    return jax.lax.dot_general(weight, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def quantized_matmul(

@@ -24,9 +24,10 @@ from jaxinfer_kernels import (
 from jaxinfer_kernels.layout import QUANTIZED_DTYPES, pack_kv_pages, unpack_kv_pages, unpack_kv_scales
 from jaxinfer_kernels.quantize import quantize
 from jaxinfer_kernels.specs import AttentionSpec
+from tests.cpu_kernels import load_cpu_kernels
 
 # A backend's kernel joins all the tests with its name here.
-BACKENDS: tuple[Backend, ...] = ("xla", "tpu")
+BACKENDS: tuple[Backend, ...] = ("xla", "cpu", "tpu")
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,9 @@ def _jitted(**options: Any) -> Any:
 
 def run(case: Case) -> tuple[np.ndarray, np.ndarray, KVPages]:
     """Outputs and log-sum-exps of the rows that are not padding, and the pages in the backend's layout."""
-    function = _jitted(backend=case.backend, interpret=case.backend != "xla", **case.options())
+    if case.backend == "cpu":
+        load_cpu_kernels()
+    function = _jitted(backend=case.backend, interpret=case.backend in ("tpu", "gpu"), **case.options())
     out, lse, kv_pages = function(
         case.q, case.k, case.v, case.kv_pages(case.backend), case.metadata, case.sinks
     )

@@ -14,25 +14,28 @@ import pytest
 from jaxinfer_kernels import AttentionMetadata, Backend, QueryTiles, prefill_tile_tokens
 from jaxinfer_kernels.layout import unpack_kv_pages, unpack_kv_scales
 from jaxinfer_kernels.specs import AttentionSpec
-from tests.kernels.attention_cases import BACKENDS, Case, make_case, run
+from tests.kernels.attention_cases import Case, make_case, run
 
 SPECS = {
     "plain": AttentionSpec("plain", 4, 2, 64),
     "window": AttentionSpec("window", 4, 2, 64, sliding_window=70, sinks=True),
     "chunk": AttentionSpec("chunk", 4, 2, 64, attention_chunk=96, page_size=32),
 }
+DTYPES = [
+    ("plain", "float32", "float32"),
+    ("window", "float32", "int8"),
+    ("plain", "bfloat16", "bfloat16"),
+    ("chunk", "float32", "float8_e4m3fn"),
+]
 cases = pytest.mark.parametrize(
-    ("name", "dtype", "kv_dtype"),
+    ("backend", "name", "dtype", "kv_dtype"),
     [
-        ("plain", "float32", "float32"),
-        ("window", "float32", "int8"),
-        pytest.param("plain", "bfloat16", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("chunk", "float32", "float8_e4m3fn", marks=pytest.mark.slow),
+        *[("cpu", name, "float32", "float32") for name in SPECS],
+        *[("xla", *case) for case in DTYPES[:2]],
+        # Interpreted kernels take seconds to compile, as other dtypes do.
+        *[pytest.param("xla", *case, marks=pytest.mark.slow) for case in DTYPES[2:]],
+        *[pytest.param("tpu", *case, marks=pytest.mark.slow) for case in DTYPES],
     ],
-)
-# Interpreted kernels take seconds to compile.
-backends = pytest.mark.parametrize(
-    "backend", [b if b == "xla" else pytest.param(b, marks=pytest.mark.slow) for b in BACKENDS]
 )
 
 
@@ -63,7 +66,6 @@ def same(one: Sequence[Any], other: Sequence[Any]) -> None:
         np.testing.assert_array_equal(np.asarray(x, np.float64), np.asarray(y, np.float64))
 
 
-@backends
 @cases
 def test_alone_or_in_a_batch(backend: Backend, name: str, dtype: str, kv_dtype: str) -> None:
     tile = prefill_tile_tokens(backend)
@@ -85,7 +87,6 @@ def test_alone_or_in_a_batch(backend: Backend, name: str, dtype: str, kv_dtype: 
         same(run(take(case, nothing, tiles))[:2], (out[rows], lse[rows]))
 
 
-@backends
 @cases
 def test_in_chunks_or_at_once(backend: Backend, name: str, dtype: str, kv_dtype: str) -> None:
     """Chunks that end at multiples of the prefill tile, the last of which ends where the prompt does."""
@@ -106,7 +107,6 @@ def test_in_chunks_or_at_once(backend: Backend, name: str, dtype: str, kv_dtype:
     )
 
 
-@backends
 @cases
 def test_after_a_prefix(backend: Backend, name: str, dtype: str, kv_dtype: str) -> None:
     """Of some pages: tiles begin elsewhere, so that a row has other company in its tile."""
@@ -132,7 +132,6 @@ def test_after_a_prefix(backend: Backend, name: str, dtype: str, kv_dtype: str) 
     same(run(part)[:2], (out[rows], lse[rows]))
 
 
-@backends
 @cases
 def test_pages_moved(backend: Backend, name: str, dtype: str, kv_dtype: str) -> None:
     case = make_case(SPECS[name], [70, 300], [(40, 50)], dtype=dtype, kv_dtype=kv_dtype, backend=backend)

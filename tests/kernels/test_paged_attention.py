@@ -18,7 +18,11 @@ PLAIN = AttentionSpec("plain", 4, 2, 64)
 
 # Interpreted kernels take seconds to compile: their share is slow, but for the kinds of step.
 backends = pytest.mark.parametrize(
-    "backend", [b if b == "xla" else pytest.param(b, marks=pytest.mark.slow) for b in BACKENDS]
+    "backend", [pytest.param(b, marks=pytest.mark.slow) if b == "tpu" else b for b in BACKENDS]
+)
+# The C++ kernel is for float32 alone.
+backends_of_every_dtype = pytest.mark.parametrize(
+    "backend", [pytest.param("tpu", marks=pytest.mark.slow), "xla"]
 )
 STEPS = {
     "one token": ([1], []),
@@ -51,7 +55,7 @@ def test_odd_specs(backend: Backend, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param(b, marks=pytest.mark.slow if b == "xla" else pytest.mark.long) for b in BACKENDS]
+    "backend", [pytest.param(b, marks=pytest.mark.long if b == "tpu" else pytest.mark.slow) for b in BACKENDS]
 )
 @pytest.mark.parametrize("name", [spec.name for spec in MODEL_SPECS])
 def test_model_specs(backend: Backend, name: str) -> None:
@@ -64,7 +68,7 @@ def test_every_kind_of_step(backend: Backend, step: str) -> None:
     check(make_case(PLAIN, *STEPS[step], backend=backend))
 
 
-@backends
+@backends_of_every_dtype
 @pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
 @pytest.mark.parametrize("name", ["chunk-128-everything", *slow("a-shard", "window-150-sinks")])
 def test_every_dtype(backend: Backend, name: str, dtype: str, kv_dtype: str) -> None:
@@ -84,8 +88,10 @@ chunks = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 64)), max_size=2
 ROOM = Room(decodes=4, tiles=4, pages_a_seq=20, pages=109)
 
 
-@backends
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize(
+    ("backend", "kv_dtype"),
+    [("cpu", "float32"), ("xla", "float32"), ("xla", "int8"), *[pytest.param("tpu", dtype, marks=pytest.mark.slow) for dtype in ("float32", "int8")]],
+)
 @given(lengths, chunks, st.integers(0, 2**32 - 1))
 @settings(max_examples=15, deadline=None)
 @example([], [], 0)

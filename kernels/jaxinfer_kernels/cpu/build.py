@@ -1,0 +1,88 @@
+"""Compiles the C++ kernels for the processor at hand, once, and registers them with XLA (its FFI)."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import jax
+import jaxlib
+
+_HERE = Path(__file__).parent
+_SOURCES = ("linear.cc", "attention.cc")
+_HANDLERS = {"linear": "JaxinferLinear", "paged_attention": "JaxinferPagedAttention"}
+_COMPILERS = ("c++", "g++", "clang++")
+_NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+_FLAGS = ("-O3", _NATIVE, "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-pthread")
+
+
+class CompilerError(Exception):
+    """No C++ compiler is there, or it does not take the kernels; the message says which."""
+
+
+@cache
+def load(directory: Path) -> None:
+    """Registers the kernels in this process; compiles them into `directory` if they are not there.
+
+    Raises:
+      CompilerError: it cannot be done.
+    """
+    library = ctypes.CDLL(str(_library(directory)))
+    for op, handler in _HANDLERS.items():
+        jax.ffi.register_ffi_target(target_name(op), jax.ffi.pycapsule(library[handler]), platform="cpu")
+
+
+@cache
+def target_name(op: str) -> str:
+    """What a program calls: it names the sources, so that one compiled for others does not find its target."""
+    return f"jaxinfer_{op}_{_digest()}"
+
+
+@cache
+def _digest() -> str:
+    """Of the sources."""
+    contents = (path.read_bytes() for path in sorted(_HERE.iterdir()) if path.suffix in (".cc", ".h"))
+    return hashlib.sha256(b"\0".join(contents)).hexdigest()[:16]
+
+
+def _library(directory: Path) -> Path:
+    """The compiled library, whose name says of what, for which jaxlib and for which processor."""
+    built_for = (_digest(), jaxlib.__version__, _FLAGS, _processor())
+    name = f"cpu-kernels-{hashlib.sha256(repr(built_for).encode()).hexdigest()[:16]}.so"
+    path = directory / name
+    if path.exists():
+        return path
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise CompilerError(f"no C++ compiler is on the PATH ({', '.join(_COMPILERS)})")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as work:
+            _compile(compiler, Path(work) / name)
+            (Path(work) / name).replace(path)  # whole at once: other processes may be at it too
+    except OSError as error:
+        raise CompilerError(f"{directory} cannot hold the kernels: {error.strerror}") from error
+    return path
+
+
+def _compile(compiler: str, library: Path) -> None:
+    sources = [str(_HERE / name) for name in _SOURCES]
+    # XLA's headers are a system's, so that their warnings are not ours.
+    command = [compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), *sources, "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompilerError(f"{compiler} cannot compile the kernels: {done.stderr.strip()[-2000:]}")
+
+
+def _processor() -> str:
+    """What distinguishes processors that do not have the same instructions."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    features = (line for line in lines if line.startswith(("flags", "Features")))
+    return f"{platform.machine()} {next(features, platform.processor())}"

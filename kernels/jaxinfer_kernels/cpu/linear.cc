@@ -1,0 +1,168 @@
+// out [M, T] = weight [M, K] times x [K, T], in float32.
+//
+// Up to kFewColumns tokens it is bound by reading the weights: vectors lie along K, a row of the weights is
+// read once, from front to back, and multiplied by all columns. Above that the vectors lie along T (simd.h).
+
+#include <algorithm>
+#include <cstdint>
+
+#include "parallel.h"
+#include "simd.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxinfer {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int64_t kFewColumns = 8;
+constexpr int64_t kPanelWidth = kPanelVectors * kLanes;
+constexpr int64_t kDepth = 1024;       // of K at a time, so that a panel of x stays in the cache
+constexpr int64_t kTasksAThread = 8;   // so that a thread that falls behind is helped
+constexpr int64_t kRowsAhead = 4;      // that are fetched before they are needed
+
+struct Product {
+  const float* weight;
+  const float* x;  // [K, T]
+  float* out;
+  float* packed;  // of x, as each path wants it
+  int64_t M, K, T;
+};
+
+// ---- few columns ----
+
+// packed [T][K]
+void TransposeColumns(const Product& p) {
+  for (int64_t k = 0; k < p.K; ++k)
+    for (int64_t t = 0; t < p.T; ++t) p.packed[t * p.K + k] = p.x[k * p.T + t];
+}
+
+template <int kRows, int kColumns>
+void MultiplyFew(const Product& p, int64_t row) {
+  const float* weight = p.weight + row * p.K;
+  Vector sums[kRows][kColumns] = {};
+  int64_t k = 0;
+  for (; k + kLanes <= p.K; k += kLanes) {
+    Vector columns[kColumns];
+#pragma GCC unroll 8
+    for (int t = 0; t < kColumns; ++t) columns[t] = Load(p.packed + t * p.K + k);
+#pragma GCC unroll 4
+    for (int m = 0; m < kRows; ++m) {
+      const float* from = weight + m * p.K + k;
+      __builtin_prefetch(from + kRowsAhead * p.K, 0, 2);
+      const Vector factors = Load(from);
+#pragma GCC unroll 8
+      for (int t = 0; t < kColumns; ++t) sums[m][t] += factors * columns[t];
+    }
+  }
+  for (int m = 0; m < kRows; ++m) {
+    for (int t = 0; t < kColumns; ++t) {
+      float sum = Sum(sums[m][t]);
+      for (int64_t rest = k; rest < p.K; ++rest) sum += weight[m * p.K + rest] * p.packed[t * p.K + rest];
+      p.out[(row + m) * p.T + t] = sum;
+    }
+  }
+}
+
+template <int kColumns>
+void MultiplyFewRows(const Product& p, int64_t begin, int64_t end) {
+  constexpr int kRows = kColumns > 4 ? 2 : 4;
+  int64_t row = begin;
+  for (; row + kRows <= end; row += kRows) MultiplyFew<kRows, kColumns>(p, row);
+  for (; row < end; ++row) MultiplyFew<1, kColumns>(p, row);
+}
+
+template <int kColumns = kFewColumns>
+void MultiplyFewColumns(const Product& p, int64_t begin, int64_t end) {
+  if (p.T == kColumns) return MultiplyFewRows<kColumns>(p, begin, end);
+  if constexpr (kColumns > 1) MultiplyFewColumns<kColumns - 1>(p, begin, end);
+}
+
+// ---- many columns ----
+
+int64_t NumPanels(int64_t T) { return (T + kPanelWidth - 1) / kPanelWidth; }
+
+// packed [panels][K][kPanelWidth], zeros in the columns past T; the last has one vector if that suffices.
+void PackPanel(const Product& p, int64_t panel) {
+  const int64_t first = panel * kPanelWidth;
+  const int64_t columns = std::min(p.T - first, kPanelWidth);
+  const int64_t width = columns > kLanes ? kPanelWidth : kLanes;
+  float* packed = p.packed + panel * p.K * kPanelWidth;
+  for (int64_t k = 0; k < p.K; ++k) {
+    std::copy_n(p.x + k * p.T + first, columns, packed + k * width);
+    std::fill_n(packed + k * width + columns, width - columns, 0.0f);
+  }
+}
+
+// Rows [begin, end) of a panel, for the k in [depth_begin, depth_end).
+template <int kVectors>
+void MultiplyPanel(const Product& p, int64_t panel, int64_t begin, int64_t end, int64_t depth_begin,
+                   int64_t depth_end) {
+  constexpr int64_t kRows = kBlockRows<kVectors>, kWidth = kVectors * kLanes;
+  const int64_t first = panel * kPanelWidth;
+  const int64_t columns = std::min(p.T - first, kWidth);
+  const float* a = p.weight + begin * p.K + depth_begin;
+  const float* b = p.packed + panel * p.K * kPanelWidth + depth_begin * kWidth;
+  const int depth = static_cast<int>(depth_end - depth_begin);
+  const bool add = depth_begin > 0, fetch_ahead = panel == 0;
+  float* out = p.out + begin * p.T + first;
+  if (columns == kWidth)
+    return Multiply<kVectors>(end - begin, a, p.K, 1, b, depth, out, p.T, add, fetch_ahead);
+  for (int64_t row = begin; row < end; row += kRows, a += kRows * p.K, out += kRows * p.T) {
+    const int64_t rows = std::min(kRows, end - row);
+    float whole[kRows * kWidth];
+    for (int64_t m = 0; add && m < rows; ++m) std::copy_n(out + m * p.T, columns, whole + m * kWidth);
+    Multiply<kVectors>(rows, a, p.K, 1, b, depth, whole, kWidth, add);
+    for (int64_t m = 0; m < rows; ++m) std::copy_n(whole + m * kWidth, columns, out + m * p.T);
+  }
+}
+
+void MultiplyManyColumns(const Product& p, int64_t begin, int64_t end) {
+  for (int64_t depth = 0; depth < p.K; depth += kDepth) {
+    const int64_t depth_end = std::min(p.K, depth + kDepth);
+    for (int64_t panel = 0; panel < NumPanels(p.T); ++panel) {
+      if (p.T - panel * kPanelWidth > kLanes)
+        MultiplyPanel<kPanelVectors>(p, panel, begin, end, depth, depth_end);
+      else
+        MultiplyPanel<1>(p, panel, begin, end, depth, depth_end);
+    }
+  }
+}
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+ffi::Error Linear(ffi::ThreadPool threads, ffi::BufferR2<ffi::F32> weight, ffi::BufferR2<ffi::F32> x,
+                  ffi::ResultBufferR2<ffi::F32> out, ffi::ResultBufferR1<ffi::F32> packed) {
+  Product p{weight.typed_data(),   x.typed_data(),         out->typed_data(), packed->typed_data(),
+            weight.dimensions()[0], weight.dimensions()[1], x.dimensions()[1]};
+  const bool few = p.T <= kFewColumns;
+  const int64_t needed = few ? p.T * p.K : NumPanels(p.T) * p.K * kPanelWidth;
+  if (x.dimensions()[0] != p.K || static_cast<int64_t>(packed->element_count()) < needed)
+    return ffi::Error::InvalidArgument("linear: weight [M, K], x [K, T] and packed do not fit");
+  constexpr int64_t kRows = kBlockRows<kPanelVectors>;
+  int64_t rows = CeilDiv(p.M, kTasksAThread * std::max<int64_t>(1, threads.num_threads()));
+  rows = CeilDiv(rows, kRows) * kRows;
+  const int64_t num_tasks = CeilDiv(p.M, rows);
+  if (few) {
+    TransposeColumns(p);
+  } else {
+    ParallelFor(threads, NumPanels(p.T), [&](int64_t panel) { PackPanel(p, panel); });
+  }
+  ParallelFor(threads, num_tasks, [&](int64_t task) {
+    const int64_t begin = task * rows, end = std::min(p.M, begin + rows);
+    few ? MultiplyFewColumns(p, begin, end) : MultiplyManyColumns(p, begin, end);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxinferLinear, Linear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::BufferR2<ffi::F32>>()
+                                  .Arg<ffi::BufferR2<ffi::F32>>()
+                                  .Ret<ffi::BufferR2<ffi::F32>>()
+                                  .Ret<ffi::BufferR1<ffi::F32>>());
+
+}  // namespace jaxinfer
