@@ -24,6 +24,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr int kBlockTokens = 64;
+constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
 // exp(x) for x up to 0 to within 1 unit of the last place: 2^n * exp(r), as Cephes' expf. 0 below -87.
 inline Vector Exp(Vector x) {
@@ -74,7 +75,44 @@ struct Attention {
   }
 };
 
-// What a thread works in: a panel of queries, and what has come of it.
+// Consecutive columns of a kv head's queries in a tile, which are attended to at once.
+struct Unit {
+  int64_t tile, kv_head;
+  int64_t column, num_columns;  // column b * group + g is query b's, of the group's head g
+  int32_t first, last;          // positions that any of the queries sees; first > last: none
+};
+
+Unit MakeUnit(const Attention& a, int64_t index, int64_t width) {
+  const int64_t num_columns = a.B * a.Group(), num_panels = CeilDiv(num_columns, width);
+  const int64_t tile = index / (a.K * num_panels), column = index % num_panels * width;
+  Unit unit{tile, index / num_panels % a.K, column, std::min(width, num_columns - column), 0, 0};
+  const int64_t last_query = (column + unit.num_columns - 1) / a.Group();
+  unit.first = a.FirstSeen(a.start[tile] + static_cast<int32_t>(column / a.Group()));
+  unit.last = std::min(a.start[tile] + static_cast<int32_t>(last_query), a.kv_len[tile] - 1);
+  return unit;
+}
+
+// Keys of one kv head at the positions [begin, end), within kBlockTokens from a multiple of it.
+struct Block {
+  int32_t begin, end;
+  int num_pages;
+  const float* keys[kBlockTokens];  // by page; the values lie a head further
+  int depths[kBlockTokens];         // tokens of each
+};
+
+// The unit's block that holds position `at`.
+Block MakeBlock(const Attention& a, const Unit& unit, int32_t at) {
+  Block block{at, std::min(at / kBlockTokens * kBlockTokens + kBlockTokens, unit.last + 1), 0, {}, {}};
+  for (int32_t s = block.begin; s < block.end; s += block.depths[block.num_pages++]) {
+    const int32_t page = a.page_table[unit.tile * a.P + s / a.page_size], offset = s % a.page_size;
+    const int64_t row = page * 2 * a.K + 2 * unit.kv_head;
+    block.keys[block.num_pages] = a.pages + (row * a.page_size + offset) * a.H;
+    block.depths[block.num_pages] = std::min<int32_t>(a.page_size - offset, block.end - s);
+  }
+  return block;
+}
+
+// What a thread works in: a unit's queries as columns, and what has come of them.
 template <int kVectors>
 struct Panel {
   static constexpr int kWidth = kVectors * kLanes;
@@ -85,16 +123,33 @@ struct Panel {
   std::vector<float> queries;  // [H, width], scaled
   std::vector<float> sums;     // [H, width], of weighted values
   std::vector<float> weights;  // [kBlockTokens, width]
-  int32_t first[kWidth], last[kWidth];  // positions that each query sees
+  int32_t first[kWidth], last[kWidth];   // positions that each query sees
   float largest[kWidth], total[kWidth];  // of its logits, and of exp(logit - largest)
 };
 
-// The logits of a block's keys [begin, end) in the columns, capped and masked, become weights; the sums that
-// there are already are scaled to the new largest logit.
+template <int kVectors>
+void Begin(const Attention& a, const Unit& unit, Panel<kVectors>& panel) {
+  std::fill(panel.sums.begin(), panel.sums.end(), 0.0f);
+  for (int64_t i = 0; i < panel.kWidth; ++i) {
+    const int64_t query = (unit.column + i) / a.Group();
+    const int64_t head = unit.kv_head * a.Group() + (unit.column + i) % a.Group();
+    const int32_t position = a.start[unit.tile] + static_cast<int32_t>(query);
+    const bool is_query = i < unit.num_columns && position < a.kv_len[unit.tile];
+    const bool has_sink = is_query && a.sinks != nullptr;
+    panel.first[i] = is_query ? a.FirstSeen(position) : 0;
+    panel.last[i] = is_query ? position : -1;
+    panel.largest[i] = has_sink ? a.sinks[head] : kMasked;
+    panel.total[i] = has_sink ? 1.0f : 0.0f;
+    const float* q = a.q + ((unit.tile * a.B + query) * a.N + head) * a.H;
+    for (int64_t h = 0; h < a.H; ++h) panel.queries[h * panel.kWidth + i] = is_query ? q[h] * a.scale : 0.0f;
+  }
+}
+
+// The logits of a block's keys, capped and masked, become weights; the sums that there are already are scaled
+// to the new largest logit.
 template <int kVectors>
 void Soften(const Attention& a, Panel<kVectors>& panel, int32_t begin, int32_t end) {
   constexpr int kWidth = Panel<kVectors>::kWidth;
-  const float masked = -std::numeric_limits<float>::infinity();
   for (int n = 0; n < kWidth; n += kLanes) {
     Ints first, last;
     std::memcpy(&first, panel.first + n, sizeof first);
@@ -105,12 +160,12 @@ void Soften(const Attention& a, Panel<kVectors>& panel, int32_t begin, int32_t e
       float* at = panel.weights.data() + (s - begin) * kWidth + n;
       Vector logits = Load(at);
       if (a.soft_cap > 0) logits = a.soft_cap * Tanh(logits / a.soft_cap);
-      logits = ((first <= s) & (last >= s)) ? logits : Broadcast(masked);
+      logits = ((first <= s) & (last >= s)) ? logits : Broadcast(kMasked);
       largest = logits > largest ? logits : largest;
       Store(at, logits);
     }
     // A query that has seen nothing yet keeps zeros: -inf less -inf is no number.
-    const Vector shift = largest == masked ? Vector{} : largest;
+    const Vector shift = largest == kMasked ? Vector{} : largest;
     const Vector rescale = Exp(before - shift);
     Vector total = Load(panel.total + n) * rescale;
     for (int32_t s = begin; s < end; ++s) {
@@ -128,62 +183,58 @@ void Soften(const Attention& a, Panel<kVectors>& panel, int32_t begin, int32_t e
   }
 }
 
-// The keys [begin, end) of one block.
+// One block of keys; `ahead` is the next one, of this unit or another.
 template <int kVectors>
-void AttendBlock(const Attention& a, Panel<kVectors>& panel, const int32_t* page_table, int64_t kv_head,
-                 int32_t begin, int32_t end) {
-  constexpr int kWidth = Panel<kVectors>::kWidth;
-  auto each_page = [&](auto visit) {
-    for (int32_t s = begin; s < end;) {
-      const int32_t offset = s % a.page_size;
-      const int32_t size = std::min<int32_t>(a.page_size - offset, end - s);
-      const int64_t head = page_table[s / a.page_size] * 2 * a.K + 2 * kv_head;
-      visit(a.pages + (head * a.page_size + offset) * a.H, size, panel.weights.data() + (s - begin) * kWidth);
-      s += size;
-    }
-  };
-  each_page([&](const float* keys, int32_t size, float* logits) {
-    Multiply<kVectors>(size, keys, a.H, 1, panel.queries.data(), a.H, logits, kWidth, false);
-  });
-  Soften(a, panel, begin, end);
-  each_page([&](const float* keys, int32_t size, float* weights) {
-    const float* values = keys + a.page_size * a.H;
-    Multiply<kVectors>(a.H, values, 1, a.H, weights, size, panel.sums.data(), kWidth, true);
-  });
+void AttendBlock(const Attention& a, Panel<kVectors>& panel, const Block& block, const Block& ahead) {
+  const int64_t head_floats = a.page_size * a.H;
+  Factor::Part values[kBlockTokens];
+  float* logits = panel.weights.data();
+  for (int page = 0; page < block.num_pages; ++page) {
+    const float* keys_ahead = page < ahead.num_pages ? ahead.keys[page] : nullptr;
+    const Factor::Part keys{block.keys[page], static_cast<int>(a.H), keys_ahead};
+    Multiply<kVectors>({a.H, 1, &keys, 1}, 0, block.depths[page], panel.queries.data(), logits, panel.kWidth,
+                       false);
+    logits += block.depths[page] * panel.kWidth;
+    const float* values_ahead = keys_ahead == nullptr ? nullptr : keys_ahead + head_floats;
+    values[page] = {block.keys[page] + head_floats, block.depths[page], values_ahead};
+  }
+  Soften(a, panel, block.begin, block.end);
+  Multiply<kVectors>({1, a.H, values, block.num_pages}, 0, a.H, panel.weights.data(), panel.sums.data(),
+                     panel.kWidth, true);
 }
 
-// Columns [column, column + columns) of a kv head's queries in a tile; column b * group + g is query b's.
 template <int kVectors>
-void AttendPanel(const Attention& a, int64_t tile, int64_t kv_head, int64_t column, int64_t columns) {
-  constexpr int kWidth = Panel<kVectors>::kWidth;
-  Panel<kVectors> panel(a.H);
-  const int32_t start = a.start[tile], kv_len = a.kv_len[tile];
-  int32_t first = kv_len, last = -1;  // that any of the queries sees
-  for (int64_t i = 0; i < kWidth; ++i) {
-    const int64_t query = (column + i) / a.Group();
-    const int32_t position = start + static_cast<int32_t>(query);
-    const int64_t head = kv_head * a.Group() + (column + i) % a.Group();
-    const bool is_query = i < columns && position < kv_len;
-    panel.first[i] = is_query ? a.FirstSeen(position) : 0;
-    panel.last[i] = is_query ? position : -1;
-    const bool has_sink = is_query && a.sinks != nullptr;
-    panel.largest[i] = has_sink ? a.sinks[head] : -std::numeric_limits<float>::infinity();
-    panel.total[i] = has_sink ? 1.0f : 0.0f;
-    if (!is_query) continue;
-    first = std::min(first, panel.first[i]);
-    last = std::max(last, position);
-    const float* q = a.q + ((tile * a.B + query) * a.N + head) * a.H;
-    for (int64_t h = 0; h < a.H; ++h) panel.queries[h * kWidth + i] = q[h] * a.scale;
-  }
-  const int32_t* page_table = a.page_table + tile * a.P;
-  for (int32_t block = first / kBlockTokens * kBlockTokens; block <= last; block += kBlockTokens)
-    AttendBlock(a, panel, page_table, kv_head, std::max(block, first), std::min(block + kBlockTokens, last + 1));
-  for (int64_t i = 0; i < columns; ++i) {
-    const int64_t row = (tile * a.B + (column + i) / a.Group()) * a.N + kv_head * a.Group() +
-                        (column + i) % a.Group();
-    const float total = std::max(panel.total[i], 1e-30f);
-    for (int64_t h = 0; h < a.H; ++h) a.out[row * a.H + h] = panel.sums[h * kWidth + i] / total;
+void End(const Attention& a, const Unit& unit, const Panel<kVectors>& panel) {
+  for (int64_t i = 0; i < unit.num_columns; ++i) {
+    const int64_t query = (unit.column + i) / a.Group();
+    const int64_t head = unit.kv_head * a.Group() + (unit.column + i) % a.Group();
+    const int64_t row = (unit.tile * a.B + query) * a.N + head;
+    const float total = std::max(panel.total[i], 1e-30f), inverse = 1.0f / total;
+    for (int64_t h = 0; h < a.H; ++h) a.out[row * a.H + h] = panel.sums[h * panel.kWidth + i] * inverse;
     a.lse[row] = panel.largest[i] + std::log(total);
+  }
+}
+
+// Units [begin, end), one after the other, so that each one's first keys are fetched during the last.
+template <int kVectors>
+void Attend(const Attention& a, int64_t begin, int64_t end) {
+  Panel<kVectors> panel(a.H);
+  Unit unit = MakeUnit(a, begin, panel.kWidth);
+  Block block = MakeBlock(a, unit, unit.first);
+  for (int64_t index = begin; index < end; ++index) {
+    Begin(a, unit, panel);
+    const Unit next = index + 1 < end ? MakeUnit(a, index + 1, panel.kWidth) : Unit{};
+    const Block next_units = index + 1 < end ? MakeBlock(a, next, next.first) : Block{};
+    while (block.num_pages > 0) {
+      const bool is_last = block.end > unit.last;
+      const Block ahead = is_last ? next_units : MakeBlock(a, unit, block.end);
+      AttendBlock(a, panel, block, ahead);
+      if (is_last) break;
+      block = ahead;
+    }
+    End(a, unit, panel);
+    unit = next;
+    block = next_units;
   }
 }
 
@@ -212,17 +263,14 @@ ffi::Error PagedAttention(ffi::ThreadPool threads, ffi::BufferR4<ffi::F32> q, ff
                     soft_cap,
                     window,
                     chunk};
-  const int64_t num_columns = a.B * a.Group();
-  const int64_t width = num_columns > kLanes ? kPanelVectors * kLanes : kLanes;
-  const int64_t num_panels = (num_columns + width - 1) / width;
-  ParallelFor(threads, a.R * a.K * num_panels, [&](int64_t task) {
-    const int64_t tile = task / (a.K * num_panels), kv_head = task / num_panels % a.K;
-    const int64_t column = task % num_panels * width;
-    const int64_t columns = std::min(width, num_columns - column);
-    if (width == kLanes)
-      AttendPanel<1>(a, tile, kv_head, column, columns);
-    else
-      AttendPanel<kPanelVectors>(a, tile, kv_head, column, columns);
+  const bool narrow = a.B * a.Group() <= kLanes;
+  const int64_t num_panels = CeilDiv(a.B * a.Group(), narrow ? kLanes : kPanelVectors * kLanes);
+  const int64_t num_units = a.R * a.K * num_panels;
+  const int num_threads = static_cast<int>(threads.num_threads());
+  const int64_t num_tasks = std::min(num_units, kTasksAThread * std::max(1, num_threads));
+  Team::Get().Run(num_threads, num_tasks, [&](int64_t task) {
+    const int64_t begin = num_units * task / num_tasks, end = num_units * (task + 1) / num_tasks;
+    narrow ? Attend<1>(a, begin, end) : Attend<kPanelVectors>(a, begin, end);
   });
   return ffi::Error::Success();
 }

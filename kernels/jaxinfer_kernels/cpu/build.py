@@ -19,7 +19,7 @@ _SOURCES = ("linear.cc", "attention.cc")
 _HANDLERS = {"linear": "JaxinferLinear", "paged_attention": "JaxinferPagedAttention"}
 _COMPILERS = ("c++", "g++", "clang++")
 _NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-_FLAGS = ("-O3", _NATIVE, "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-pthread")
+_FLAGS = ("-O3", _NATIVE, "-ffp-contract=fast", "-std=c++20", "-shared", "-fPIC", "-pthread")
 
 
 class CompilerError(Exception):

@@ -18,7 +18,6 @@ namespace ffi = xla::ffi;
 constexpr int64_t kFewColumns = 8;
 constexpr int64_t kPanelWidth = kPanelVectors * kLanes;
 constexpr int64_t kDepth = 1024;       // of K at a time, so that a panel of x stays in the cache
-constexpr int64_t kTasksAThread = 8;   // so that a thread that falls behind is helped
 constexpr int64_t kRowsAhead = 4;      // that are fetched before they are needed
 
 struct Product {
@@ -49,7 +48,7 @@ void MultiplyFew(const Product& p, int64_t row) {
 #pragma GCC unroll 4
     for (int m = 0; m < kRows; ++m) {
       const float* from = weight + m * p.K + k;
-      __builtin_prefetch(from + kRowsAhead * p.K, 0, 2);
+      Fetch(from + kRowsAhead * p.K);
       const Vector factors = Load(from);
 #pragma GCC unroll 8
       for (int t = 0; t < kColumns; ++t) sums[m][t] += factors * columns[t];
@@ -99,20 +98,21 @@ template <int kVectors>
 void MultiplyPanel(const Product& p, int64_t panel, int64_t begin, int64_t end, int64_t depth_begin,
                    int64_t depth_end) {
   constexpr int64_t kRows = kBlockRows<kVectors>, kWidth = kVectors * kLanes;
-  const int64_t first = panel * kPanelWidth;
-  const int64_t columns = std::min(p.T - first, kWidth);
-  const float* a = p.weight + begin * p.K + depth_begin;
+  const int64_t column = panel * kPanelWidth;
+  const int64_t columns = std::min(p.T - column, kWidth);
+  const float* weight_part = p.weight + depth_begin;
+  const float* ahead = panel == 0 ? weight_part + kRows * p.K : nullptr;  // the next rows
+  const Factor::Part part{weight_part, static_cast<int>(depth_end - depth_begin), ahead};
+  const Factor weight{p.K, 1, &part, 1};
   const float* b = p.packed + panel * p.K * kPanelWidth + depth_begin * kWidth;
-  const int depth = static_cast<int>(depth_end - depth_begin);
-  const bool add = depth_begin > 0, fetch_ahead = panel == 0;
-  float* out = p.out + begin * p.T + first;
-  if (columns == kWidth)
-    return Multiply<kVectors>(end - begin, a, p.K, 1, b, depth, out, p.T, add, fetch_ahead);
-  for (int64_t row = begin; row < end; row += kRows, a += kRows * p.K, out += kRows * p.T) {
+  const bool add = depth_begin > 0;
+  float* out = p.out + begin * p.T + column;
+  if (columns == kWidth) return Multiply<kVectors>(weight, begin, end, b, out, p.T, add);
+  for (int64_t row = begin; row < end; row += kRows, out += kRows * p.T) {
     const int64_t rows = std::min(kRows, end - row);
     float whole[kRows * kWidth];
     for (int64_t m = 0; add && m < rows; ++m) std::copy_n(out + m * p.T, columns, whole + m * kWidth);
-    Multiply<kVectors>(rows, a, p.K, 1, b, depth, whole, kWidth, add);
+    Multiply<kVectors>(weight, row, row + rows, b, whole, kWidth, add);
     for (int64_t m = 0; m < rows; ++m) std::copy_n(whole + m * kWidth, columns, out + m * p.T);
   }
 }
@@ -129,8 +129,6 @@ void MultiplyManyColumns(const Product& p, int64_t begin, int64_t end) {
   }
 }
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 ffi::Error Linear(ffi::ThreadPool threads, ffi::BufferR2<ffi::F32> weight, ffi::BufferR2<ffi::F32> x,
                   ffi::ResultBufferR2<ffi::F32> out, ffi::ResultBufferR1<ffi::F32> packed) {
   Product p{weight.typed_data(),   x.typed_data(),         out->typed_data(), packed->typed_data(),
@@ -140,15 +138,16 @@ ffi::Error Linear(ffi::ThreadPool threads, ffi::BufferR2<ffi::F32> weight, ffi::
   if (x.dimensions()[0] != p.K || static_cast<int64_t>(packed->element_count()) < needed)
     return ffi::Error::InvalidArgument("linear: weight [M, K], x [K, T] and packed do not fit");
   constexpr int64_t kRows = kBlockRows<kPanelVectors>;
-  int64_t rows = CeilDiv(p.M, kTasksAThread * std::max<int64_t>(1, threads.num_threads()));
+  const int num_threads = static_cast<int>(threads.num_threads());
+  int64_t rows = CeilDiv(p.M, kTasksAThread * std::max(1, num_threads));
   rows = CeilDiv(rows, kRows) * kRows;
   const int64_t num_tasks = CeilDiv(p.M, rows);
   if (few) {
     TransposeColumns(p);
   } else {
-    ParallelFor(threads, NumPanels(p.T), [&](int64_t panel) { PackPanel(p, panel); });
+    Team::Get().Run(num_threads, NumPanels(p.T), [&](int64_t panel) { PackPanel(p, panel); });
   }
-  ParallelFor(threads, num_tasks, [&](int64_t task) {
+  Team::Get().Run(num_threads, num_tasks, [&](int64_t task) {
     const int64_t begin = task * rows, end = std::min(p.M, begin + rows);
     few ? MultiplyFewColumns(p, begin, end) : MultiplyManyColumns(p, begin, end);
   });

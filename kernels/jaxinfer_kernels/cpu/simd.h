@@ -33,6 +33,11 @@ inline Vector Load(const float* from) {
 
 inline void Store(float* to, Vector x) { std::memcpy(to, &x, sizeof x); }
 
+constexpr int kLineFloats = 16;  // of a line of the cache
+
+// Has the second level of the cache fetch a line.
+inline void Fetch(const float* from) { __builtin_prefetch(from, 0, 2); }
+
 inline Vector Broadcast(float x) { return Vector{} + x; }
 
 // Columns of a product that are computed together, in vectors: a panel of b. One will do for the last few.
@@ -42,36 +47,52 @@ constexpr int kPanelVectors = 2;
 template <int kVectors>
 constexpr int kBlockRows = kVectors == 1 ? 8 : kRegisters >= 32 ? 12 : 6;
 
-// out[m][n] = (add ? out[m][n] : 0) + sum over k of a[m * a_row + k * a_column] * b[k][n], the terms in
-// order: an element depends on its own row and column alone, bit for bit.
+// The left factor of a product, [rows, depth]: element (m, k) lies at m * row + k * column from its start, or,
+// where the depth is cut into parts, as that of values into pages, from the start of k's part. Either stride is 1.
+struct Factor {
+  struct Part {
+    const float* start;
+    int depth;
+    const float* ahead;  // what lies like this part and is needed soon, which is fetched meanwhile; or null
+  };
+
+  ptrdiff_t row, column;
+  const Part* parts;
+  int num_parts;
+};
+
+// out[m][n] = (add ? out[m][n] : 0) + sum over k of a[m][k] * b[k][n] for the rows m from `first` on, the
+// terms in order: an element depends on its own row and column alone, bit for bit.
 //
-// b [depth][kVectors * kLanes] and out's rows are contiguous. `ahead` is what will be read in a's place next,
-// which is fetched meanwhile, or null.
+// b [depth][kVectors * kLanes] and out's rows are contiguous.
 template <int kRows, int kVectors>
-__attribute__((noinline)) void MultiplyBlock(const float* a, ptrdiff_t a_row, ptrdiff_t a_column,
-                                             const float* b, int depth, float* out, ptrdiff_t out_row,
-                                             bool add, const float* ahead) {
-  constexpr int kLineFloats = 16;
+__attribute__((noinline)) void MultiplyBlock(const Factor& a, int64_t first, const float* b, float* out,
+                                             ptrdiff_t out_row, bool add) {
   Vector sums[kRows][kVectors];
 #pragma GCC unroll 32
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n) sums[m][n] = add ? Load(out + m * out_row + n * kLanes) : Vector{};
-  for (int begin = 0; begin < depth; begin += kLineFloats) {
-    const int end = begin + kLineFloats < depth ? begin + kLineFloats : depth;
-    if (ahead != nullptr) {
-#pragma GCC unroll 32
-      for (int m = 0; m < kRows; ++m) __builtin_prefetch(ahead + m * a_row + begin * a_column, 0, 2);
-    }
-    for (int k = begin; k < end; ++k) {
-      Vector columns[kVectors];
+  for (int part = 0; part < a.num_parts; ++part) {
+    const auto [start, depth, ahead] = a.parts[part];
+    const float* rows = start + first * a.row;
+    for (int begin = 0; begin < depth; begin += kLineFloats) {
+      const int end = begin + kLineFloats < depth ? begin + kLineFloats : depth;
+      if (ahead != nullptr) {
+        const float* line = ahead + first * a.row + begin * a.column;
+        const int num_lines = a.column == 1 ? kRows : end - begin;
+        for (int i = 0; i < num_lines; ++i) Fetch(line + i * (a.column == 1 ? a.row : a.column));
+      }
+      for (int k = begin; k < end; ++k, b += kVectors * kLanes) {
+        Vector columns[kVectors];
 #pragma GCC unroll 4
-      for (int n = 0; n < kVectors; ++n) columns[n] = Load(b + (k * kVectors + n) * kLanes);
+        for (int n = 0; n < kVectors; ++n) columns[n] = Load(b + n * kLanes);
 #pragma GCC unroll 32
-      for (int m = 0; m < kRows; ++m) {
-        const float factor = a[m * a_row + k * a_column];
+        for (int m = 0; m < kRows; ++m) {
+          const float factor = rows[m * a.row + k * a.column];
 #pragma GCC unroll 4
-        for (int n = 0; n < kVectors; ++n) sums[m][n] += factor * columns[n];
+          for (int n = 0; n < kVectors; ++n) sums[m][n] += factor * columns[n];
+        }
       }
     }
   }
@@ -81,17 +102,15 @@ __attribute__((noinline)) void MultiplyBlock(const float* a, ptrdiff_t a_row, pt
     for (int n = 0; n < kVectors; ++n) Store(out + m * out_row + n * kLanes, sums[m][n]);
 }
 
-// The same for any number of rows: blocks of kRows, and of halves of the power of two below for the rest.
+// The same for the rows [first, end): in blocks of kRows, and of smaller ones for the rest.
 template <int kVectors, int kRows = kBlockRows<kVectors>>
-void Multiply(int64_t rows, const float* a, ptrdiff_t a_row, ptrdiff_t a_column, const float* b, int depth,
-              float* out, ptrdiff_t out_row, bool add, bool fetch_ahead = false) {
-  for (; rows >= kRows; rows -= kRows, a += kRows * a_row, out += kRows * out_row)
-    MultiplyBlock<kRows, kVectors>(a, a_row, a_column, b, depth, out, out_row, add,
-                                   fetch_ahead && rows >= 2 * kRows ? a + kRows * a_row : nullptr);
+void Multiply(const Factor& a, int64_t first, int64_t end, const float* b, float* out, ptrdiff_t out_row,
+              bool add) {
+  for (; end - first >= kRows; first += kRows, out += kRows * out_row)
+    MultiplyBlock<kRows, kVectors>(a, first, b, out, out_row, add);
   if constexpr (kRows > 1) {
-    constexpr int kHalf = kRows > 8 ? 8 : kRows > 4 ? 4 : kRows / 2;
-    if (rows > 0)
-      Multiply<kVectors, kHalf>(rows, a, a_row, a_column, b, depth, out, out_row, add, fetch_ahead);
+    constexpr int kSmaller = kRows > 8 ? 8 : kRows > 4 ? 4 : kRows / 2;
+    if (first < end) Multiply<kVectors, kSmaller>(a, first, end, b, out, out_row, add);
   }
 }
 
