@@ -27,7 +27,12 @@ def flags_and_versions(config: EngineConfig) -> dict[str, str]:
 
 def sizes(resolved: ResolvedConfig) -> dict[str, str]:
     """What a host derives from its own devices' memory."""
-    derived = {"dtype": resolved.dtype, "matmul": resolved.matmul, **asdict(resolved.scheduler), **asdict(resolved.cache)}
+    derived = {
+        "dtype": resolved.dtype,
+        "matmul": resolved.matmul,
+        **asdict(resolved.scheduler),
+        **asdict(resolved.cache),
+    }
     return {name: str(value) for name, value in derived.items()}
 
 

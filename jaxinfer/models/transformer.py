@@ -68,7 +68,9 @@ class Attention(nnx.Module):
         self.config = config
         q_dim = config.num_attention_heads * config.head_dim
         kv_dim = config.num_key_value_heads * config.head_dim
-        self.qkv_proj = Linear(config.hidden_size, q_dim + 2 * kv_dim, dtype, config.attention_bias, config.matmul)
+        self.qkv_proj = Linear(
+            config.hidden_size, q_dim + 2 * kv_dim, dtype, config.attention_bias, config.matmul
+        )
         self.o_proj = Linear(q_dim, config.hidden_size, dtype, config.attention_out_bias, config.matmul)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, axis=-1) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, axis=-1) if config.qk_norm else None
@@ -109,8 +111,12 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike) -> None:
         self.config = config
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, dtype, config.mlp_bias, config.matmul)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, dtype, config.mlp_bias, config.matmul)
+        self.gate_up_proj = Linear(
+            config.hidden_size, 2 * config.intermediate_size, dtype, config.mlp_bias, config.matmul
+        )
+        self.down_proj = Linear(
+            config.intermediate_size, config.hidden_size, dtype, config.mlp_bias, config.matmul
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[D, T] -> [D, T]."""

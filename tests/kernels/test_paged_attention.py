@@ -90,7 +90,12 @@ ROOM = Room(decodes=4, tiles=4, pages_a_seq=20, pages=109)
 
 @pytest.mark.parametrize(
     ("backend", "kv_dtype"),
-    [("cpu", "float32"), ("xla", "float32"), ("xla", "int8"), *[pytest.param("tpu", dtype, marks=pytest.mark.slow) for dtype in ("float32", "int8")]],
+    [
+        ("cpu", "float32"),
+        ("xla", "float32"),
+        ("xla", "int8"),
+        *[pytest.param("tpu", dtype, marks=pytest.mark.slow) for dtype in ("float32", "int8")],
+    ],
 )
 @given(lengths, chunks, st.integers(0, 2**32 - 1))
 @settings(max_examples=15, deadline=None)

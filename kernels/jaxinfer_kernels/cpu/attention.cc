@@ -3,8 +3,9 @@
 //
 // Queries are columns: a kv head's queries of a tile, Q of them with their group, are packed as q^T [H, Q];
 // keys times q^T gives logits [S, Q], whose softmax runs down the columns, a vector of queries at once, and
-// values^T times the weights adds to outputs [H, Q]. Pages are read where they lie, each once a panel of
-// queries, and of those only positions that some query sees.
+// values^T times the weights adds to outputs [H, Q]. A few queries, as of a decode, would leave most of a vector
+// idle: their outputs are [Q, H], and each value is read once for all. Pages are read where they lie, and of them
+// only positions that some query sees.
 //
 // Dims as in layout.py: R tiles, B queries a tile, N heads, K kv heads, H head_dim, P pages a sequence.
 
@@ -24,6 +25,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr int kBlockTokens = 64;
+constexpr int kFewQueries = 4;
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
 // exp(x) for x up to 0 to within 1 unit of the last place: 2^n * exp(r), as Cephes' expf. 0 below -87.
@@ -117,14 +119,22 @@ template <int kVectors>
 struct Panel {
   static constexpr int kWidth = kVectors * kLanes;
 
-  explicit Panel(int64_t head_dim)
-      : queries(head_dim * kWidth), sums(head_dim * kWidth), weights(kBlockTokens * kWidth) {}
+  explicit Panel(const Attention& a)
+      : few(a.B * a.Group() <= kFewQueries),
+        query_stride(few ? CeilDiv(a.H, kLanes) * kLanes : 1),
+        element_stride(few ? 1 : kWidth),
+        queries(std::max(a.H * kWidth, kFewQueries * query_stride)),
+        sums(std::max(a.H * kWidth, kFewQueries * query_stride)),
+        weights(kBlockTokens * kWidth) {}
 
+  const bool few;  // queries: the sums are [Q, H], else [H, width]
+  const int64_t query_stride, element_stride;
   std::vector<float> queries;  // [H, width], scaled
-  std::vector<float> sums;     // [H, width], of weighted values
+  std::vector<float> sums;     // of weighted values
   std::vector<float> weights;  // [kBlockTokens, width]
   int32_t first[kWidth], last[kWidth];   // positions that each query sees
   float largest[kWidth], total[kWidth];  // of its logits, and of exp(logit - largest)
+  float rescale[kWidth];                 // of the sums, for a new block's largest logit
 };
 
 template <int kVectors>
@@ -141,7 +151,8 @@ void Begin(const Attention& a, const Unit& unit, Panel<kVectors>& panel) {
     panel.largest[i] = has_sink ? a.sinks[head] : kMasked;
     panel.total[i] = has_sink ? 1.0f : 0.0f;
     const float* q = a.q + ((unit.tile * a.B + query) * a.N + head) * a.H;
-    for (int64_t h = 0; h < a.H; ++h) panel.queries[h * panel.kWidth + i] = is_query ? q[h] * a.scale : 0.0f;
+    if (panel.few && i >= unit.num_columns) continue;
+    for (int64_t h = 0; h < a.H; ++h) panel.queries[i * panel.query_stride + h * panel.element_stride] = is_query ? q[h] * a.scale : 0.0f;
   }
 }
 
@@ -176,11 +187,83 @@ void Soften(const Attention& a, Panel<kVectors>& panel, int32_t begin, int32_t e
     }
     Store(panel.largest + n, largest);
     Store(panel.total + n, total);
-    for (int64_t h = 0; h < a.H; ++h) {
-      float* at = panel.sums.data() + h * kWidth + n;
-      Store(at, Load(at) * rescale);
+    Store(panel.rescale + n, rescale);
+  }
+}
+
+// Logits [S, kLanes] of a page's keys for kQueries queries, which are rows [Q, stride].
+template <int kQueries>
+void Score(const Factor& keys, const float* queries, int64_t stride, int64_t num_keys, float* logits) {
+  const auto [start, head_dim, ahead] = keys.parts[0];
+  for (int64_t s = 0; s < num_keys; ++s) {
+    Vector sums[kQueries] = {};
+    const float* key = start + s * head_dim;
+    for (int64_t h = 0; h < head_dim; h += kLanes) {
+      if (ahead != nullptr) Fetch(ahead + s * head_dim + h);
+      const Vector elements = h + kLanes <= head_dim ? Load(key + h) : Load(key + h, head_dim - h);
+#pragma GCC unroll 4
+      for (int q = 0; q < kQueries; ++q) sums[q] += elements * Load(queries + q * stride + h);
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < kQueries; ++q) logits[s * kLanes + q] = Sum(sums[q]);
+  }
+}
+
+template <int kQueries = kFewQueries>
+void ScoreFew(int64_t num_queries, const Factor& keys, const float* queries, int64_t stride, int64_t num_keys,
+              float* logits) {
+  if constexpr (kQueries > 1) {
+    if (num_queries < kQueries)
+      return ScoreFew<kQueries - 1>(num_queries, keys, queries, stride, num_keys, logits);
+  }
+  Score<kQueries>(keys, queries, stride, num_keys, logits);
+}
+
+// The sums [Q, stride] of kQueries queries are scaled, and a block's weighted values are added, for the elements
+// [h, h + kVectors * kLanes) of a head, or as many of them as it has. An element's terms are added in order, as
+// in the product of many queries.
+template <int kQueries, int kVectors>
+void AddElements(const Factor& values, const float* weights, const float* rescale, float* sums,
+                 int64_t stride, int64_t h) {
+  const int64_t head_dim = values.column, count = std::min<int64_t>(kLanes, head_dim - h);
+  Vector added[kQueries][kVectors];
+#pragma GCC unroll 4
+  for (int q = 0; q < kQueries; ++q)
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; ++i) added[q][i] = Load(sums + q * stride + h + i * kLanes) * rescale[q];
+  for (int part = 0; part < values.num_parts; ++part) {
+    const auto [start, depth, ahead] = values.parts[part];
+    for (int s = 0; s < depth; ++s, weights += kLanes) {
+      const float* value = start + s * head_dim + h;
+#pragma GCC unroll 4
+      for (int i = 0; i < kVectors; ++i) {
+        if (ahead != nullptr) Fetch(ahead + s * head_dim + h + i * kLanes);
+        const Vector elements = kVectors > 1 || count == kLanes ? Load(value + i * kLanes) : Load(value, count);
+#pragma GCC unroll 4
+        for (int q = 0; q < kQueries; ++q) added[q][i] += weights[q] * elements;
+      }
     }
   }
+#pragma GCC unroll 4
+  for (int q = 0; q < kQueries; ++q)
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; ++i) Store(sums + q * stride + h + i * kLanes, added[q][i]);
+}
+
+// The same for whole heads of up to kQueries queries.
+template <int kQueries = kFewQueries>
+void AddValues(int64_t num_queries, const Factor& values, const float* weights, const float* rescale,
+               float* sums, int64_t stride) {
+  if constexpr (kQueries > 1) {
+    if (num_queries < kQueries)
+      return AddValues<kQueries - 1>(num_queries, values, weights, rescale, sums, stride);
+  }
+  constexpr int kVectors = kRegisters >= 32 ? 4 : 2;
+  int64_t h = 0;
+  for (; h + kVectors * kLanes <= values.column; h += kVectors * kLanes)
+    AddElements<kQueries, kVectors>(values, weights, rescale, sums, stride, h);
+  for (; h < values.column; h += kLanes)
+    AddElements<kQueries, 1>(values, weights, rescale, sums, stride, h);
 }
 
 // One block of keys; `ahead` is the next one, of this unit or another.
@@ -192,15 +275,29 @@ void AttendBlock(const Attention& a, Panel<kVectors>& panel, const Block& block,
   for (int page = 0; page < block.num_pages; ++page) {
     const float* keys_ahead = page < ahead.num_pages ? ahead.keys[page] : nullptr;
     const Factor::Part keys{block.keys[page], static_cast<int>(a.H), keys_ahead};
-    Multiply<kVectors>({a.H, 1, &keys, 1}, 0, block.depths[page], panel.queries.data(), logits, panel.kWidth,
-                       false);
+    if (panel.few) {
+      ScoreFew(a.B * a.Group(), {a.H, 1, &keys, 1}, panel.queries.data(), panel.query_stride, block.depths[page], logits);
+    } else {
+      Multiply<kVectors>({a.H, 1, &keys, 1}, 0, block.depths[page], panel.queries.data(), logits,
+                         panel.kWidth, false);
+    }
     logits += block.depths[page] * panel.kWidth;
     const float* values_ahead = keys_ahead == nullptr ? nullptr : keys_ahead + head_floats;
     values[page] = {block.keys[page] + head_floats, block.depths[page], values_ahead};
   }
   Soften(a, panel, block.begin, block.end);
-  Multiply<kVectors>({1, a.H, values, block.num_pages}, 0, a.H, panel.weights.data(), panel.sums.data(),
-                     panel.kWidth, true);
+  const Factor factor{1, a.H, values, block.num_pages};
+  if (panel.few) {
+    AddValues(a.B * a.Group(), factor, panel.weights.data(), panel.rescale, panel.sums.data(),
+              panel.query_stride);
+  } else {
+    for (int64_t h = 0; h < a.H; ++h)
+      for (int n = 0; n < panel.kWidth; n += kLanes) {
+        float* at = panel.sums.data() + h * panel.kWidth + n;
+        Store(at, Load(at) * Load(panel.rescale + n));
+      }
+    Multiply<kVectors>(factor, 0, a.H, panel.weights.data(), panel.sums.data(), panel.kWidth, true);
+  }
 }
 
 template <int kVectors>
@@ -210,7 +307,8 @@ void End(const Attention& a, const Unit& unit, const Panel<kVectors>& panel) {
     const int64_t head = unit.kv_head * a.Group() + (unit.column + i) % a.Group();
     const int64_t row = (unit.tile * a.B + query) * a.N + head;
     const float total = std::max(panel.total[i], 1e-30f), inverse = 1.0f / total;
-    for (int64_t h = 0; h < a.H; ++h) a.out[row * a.H + h] = panel.sums[h * panel.kWidth + i] * inverse;
+    for (int64_t h = 0; h < a.H; ++h) 
+      a.out[row * a.H + h] = panel.sums[i * panel.query_stride + h * panel.element_stride] * inverse;
     a.lse[row] = panel.largest[i] + std::log(total);
   }
 }
@@ -218,7 +316,7 @@ void End(const Attention& a, const Unit& unit, const Panel<kVectors>& panel) {
 // Units [begin, end), one after the other, so that each one's first keys are fetched during the last.
 template <int kVectors>
 void Attend(const Attention& a, int64_t begin, int64_t end) {
-  Panel<kVectors> panel(a.H);
+  Panel<kVectors> panel(a);
   Unit unit = MakeUnit(a, begin, panel.kWidth);
   Block block = MakeBlock(a, unit, unit.first);
   for (int64_t index = begin; index < end; ++index) {

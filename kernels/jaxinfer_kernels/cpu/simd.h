@@ -31,6 +31,12 @@ inline Vector Load(const float* from) {
   return x;
 }
 
+inline Vector Load(const float* from, int64_t count) {
+  Vector x{};
+  std::memcpy(&x, from, count * sizeof(float));
+  return x;
+}
+
 inline void Store(float* to, Vector x) { std::memcpy(to, &x, sizeof x); }
 
 constexpr int kLineFloats = 16;  // of a line of the cache
