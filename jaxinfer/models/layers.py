@@ -118,16 +118,15 @@ def _yarn_inv_freq(rope: RopeConfig, inv_freq: np.ndarray, head_dim: int) -> np.
 
 
 def rope_table(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of each position's angles, float32 [T, H / 2] each."""
-    angles = positions.astype(jnp.float32)[:, None] * rope_inv_freq(rope, head_dim)[None, :]
+    """cos and sin of each position's angles, float32 [H / 2, T] each."""
+    angles = rope_inv_freq(rope, head_dim)[:, None] * positions.astype(jnp.float32)[None, :]
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate x [T, N, H], whose halves are the pairs' first and second members (Hugging Face's order)."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    """Rotate x [N, H, T], whose halves are the pairs' first and second members (Hugging Face's order)."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=1)
+    out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
     return out.astype(x.dtype)
 
 

@@ -72,8 +72,8 @@ class Attention(nnx.Module):
             config.hidden_size, q_dim + 2 * kv_dim, dtype, config.attention_bias, config.matmul
         )
         self.o_proj = Linear(q_dim, config.hidden_size, dtype, config.attention_out_bias, config.matmul)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, axis=-1) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, axis=-1) if config.qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, axis=1) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, axis=1) if config.qk_norm else None
 
     def __call__(
         self,
@@ -88,13 +88,11 @@ class Attention(nnx.Module):
         config, num_tokens = self.config, x.shape[1]
         heads = self.qkv_proj(x).reshape(-1, config.head_dim, num_tokens)
         sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        q, k, v = (part.transpose(2, 0, 1) for part in unfuse(heads, sizes, config.tensor_parallel))
+        q, k, v = unfuse(heads, sizes, config.tensor_parallel)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, kv_pages = attend(
-            apply_rope(q, *rope),
-            apply_rope(k, *rope),
-            v,
+            *(part.transpose(2, 0, 1) for part in (apply_rope(q, *rope), apply_rope(k, *rope), v)),
             kv_pages,
             metadata,
             scale=config.attention_scale,
