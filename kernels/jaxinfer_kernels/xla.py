@@ -31,7 +31,7 @@ _GROUP = 2
 _MASKED = -1e30  # finite, so that a row that sees nothing yet stays free of NaN
 
 # Attends with queries [R, B, N, H]: outputs [R, B, N, V] and log-sum-exps [R, B, N].
-Attend = Callable[[jax.Array, QueryTiles], tuple[jax.Array, jax.Array]]
+_Attend = Callable[[jax.Array, QueryTiles], tuple[jax.Array, jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def paged_attention(
     def attend(queries: jax.Array, tiles: QueryTiles) -> tuple[jax.Array, jax.Array]:
         return _attend(queries, tiles, fetch, num_kv_heads, head_dim, kv_pages.page_size, options, sinks)
 
-    return *by_kind(attend, q, metadata, _GROUP), kv_pages
+    return *_by_kind(attend, q, metadata), kv_pages
 
 
 def mla_paged_attention(
@@ -119,7 +119,7 @@ def mla_paged_attention(
     def attend(queries: jax.Array, tiles: QueryTiles) -> tuple[jax.Array, jax.Array]:
         return _attend(queries, tiles, fetch, 1, latent_dim, kv_pages.page_size, _Options(scale), None)
 
-    return by_kind(attend, q, metadata, _GROUP)[0], kv_pages
+    return _by_kind(attend, q, metadata)[0], kv_pages
 
 
 def write_rows(kv_pages: KVPages, rows: jax.Array, kv_write_index: jax.Array) -> KVPages:
@@ -160,13 +160,8 @@ def _fetch_scales(scales: jax.Array, row_ids: jax.Array) -> jax.Array:
     return fetched.reshape(*row_ids.shape[:2], 1, -1)
 
 
-def by_kind(
-    attend: Attend, q: jax.Array, metadata: AttentionMetadata, group: int = 1
-) -> tuple[jax.Array, jax.Array]:
-    """q [T, N, H] in tiles, decodes and then prefills -> outputs [T, N, V] and log-sum-exps [T, N].
-
-    `group` > 1 has so many prefill tiles attended to at a time, where that divides them.
-    """
+def _by_kind(attend: _Attend, q: jax.Array, metadata: AttentionMetadata) -> tuple[jax.Array, jax.Array]:
+    """q [T, N, H] in tiles, decodes and then prefills -> outputs [T, N, V] and log-sum-exps [T, N]."""
     outputs, lses = [], []
     row = 0
     for tiles in (metadata.decode, metadata.prefill):
@@ -175,9 +170,9 @@ def by_kind(
         num_tiles = tiles.start.shape[0]
         num_rows = num_tiles if tiles is metadata.decode else q.shape[0] - row
         queries = q[row : row + num_rows].reshape(num_tiles, num_rows // num_tiles, *q.shape[1:])
-        if tiles is metadata.prefill and group > 1 and num_tiles % group == 0:
-            grouped = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), (queries, tiles))
-            out, lse = jax.lax.map(lambda tiles: attend(*tiles), grouped)
+        if tiles is metadata.prefill and num_tiles % _GROUP == 0:
+            grouped = jax.tree.map(lambda x: x.reshape(-1, _GROUP, *x.shape[1:]), (queries, tiles))
+            out, lse = jax.lax.map(lambda group: attend(*group), grouped)
         else:
             out, lse = attend(queries, tiles)
         outputs.append(out.reshape(num_rows, q.shape[1], out.shape[-1]))

@@ -1,5 +1,6 @@
-// Paged attention of one kind of query tiles, in float32: online softmax (arXiv 1805.02867) over blocks of
-// kBlockTokens keys that start at multiples of it, so that a query's result depends on its own sequence alone.
+// Paged attention in float32: a step's keys and values are written into their pages, then all its queries attend.
+// Online softmax (arXiv 1805.02867) over blocks of kBlockTokens keys that start at multiples of it, so that a
+// query's result depends on its own sequence alone.
 //
 // Queries are columns: a kv head's queries of a tile, Q of them with their group, are packed as q^T [H, Q];
 // keys times q^T gives logits [S, Q], whose softmax runs down the columns, a vector of queries at once, and
@@ -7,7 +8,8 @@
 // idle: their outputs are [Q, H], and each value is read once for all. Pages are read where they lie, and of them
 // only positions that some query sees.
 //
-// Dims as in layout.py: R tiles, B queries a tile, N heads, K kv heads, H head_dim, P pages a sequence.
+// Dims as in layout.py: T tokens, R tiles, B queries a tile, N heads, K kv heads, H head_dim, P pages a sequence.
+// Queries, keys and outputs lie feature-major, as products make them and take them (linear.cc).
 
 #include <algorithm>
 #include <cmath>
@@ -54,18 +56,24 @@ inline Vector Tanh(Vector x) {
   return x < 0.0f ? -y : y;
 }
 
-struct Attention {
-  const float* q;       // [R, B, N, H]
-  const float* pages;   // [num_pages, 2K, page_size, H]
+// One kind of query tiles, whose rows are [first_row, first_row + R * B).
+struct Tiles {
   const int32_t* page_table;  // [R, P]
   const int32_t* start;       // [R]
   const int32_t* kv_len;      // [R]
-  const float* sinks;         // [N], or null
-  float* out;                 // [R, B, N, H]
-  float* lse;                 // [R, B, N]
-  int64_t R, B, N, K, H, P, page_size;
+  int64_t R, B, P, first_row;
+};
+
+struct Attention {
+  const float* q;      // [N, H, T]
+  float* pages;        // [num_pages, 2K, page_size, H]
+  const float* sinks;  // [N], or null
+  float* out;          // [N, H, T]
+  float* lse;          // [N, T]
+  int64_t T, N, K, H, page_size;
   float scale, soft_cap;  // soft_cap 0: none
   int32_t window, chunk;  // 0: none
+  Tiles tiles;
 
   int64_t Group() const { return N / K; }
 
@@ -80,18 +88,32 @@ struct Attention {
 // Consecutive columns of a kv head's queries in a tile, which are attended to at once.
 struct Unit {
   int64_t tile, kv_head;
-  int64_t column, num_columns;  // column b * group + g is query b's, of the group's head g
+  int64_t column, num_columns;  // column g * B + b is query b's, of the group's head g
   int32_t first, last;          // positions that any of the queries sees; first > last: none
 };
 
 Unit MakeUnit(const Attention& a, int64_t index, int64_t width) {
-  const int64_t num_columns = a.B * a.Group(), num_panels = CeilDiv(num_columns, width);
+  const int64_t B = a.tiles.B, num_columns = B * a.Group(), num_panels = CeilDiv(num_columns, width);
   const int64_t tile = index / (a.K * num_panels), column = index % num_panels * width;
   Unit unit{tile, index / num_panels % a.K, column, std::min(width, num_columns - column), 0, 0};
-  const int64_t last_query = (column + unit.num_columns - 1) / a.Group();
-  unit.first = a.FirstSeen(a.start[tile] + static_cast<int32_t>(column / a.Group()));
-  unit.last = std::min(a.start[tile] + static_cast<int32_t>(last_query), a.kv_len[tile] - 1);
+  const bool wraps = column % B + unit.num_columns > B;  // into another head's queries, or to its end
+  const int64_t first = wraps ? 0 : column % B, last = wraps ? B - 1 : column % B + unit.num_columns - 1;
+  unit.first = a.FirstSeen(a.tiles.start[tile] + static_cast<int32_t>(first));
+  unit.last = std::min(a.tiles.start[tile] + static_cast<int32_t>(last), a.tiles.kv_len[tile] - 1);
   return unit;
+}
+
+// visit(i, head, query, count) for the unit's columns [i, i + count), which are queries of one head, from
+// `query` of the tile on; and only queries that the sequence has.
+template <typename Visit>
+void ForEachHead(const Attention& a, const Unit& unit, Visit visit) {
+  const int64_t num_queries = a.tiles.kv_len[unit.tile] - a.tiles.start[unit.tile];
+  for (int64_t i = 0; i < unit.num_columns;) {
+    const int64_t column = unit.column + i, query = column % a.tiles.B;
+    const int64_t count = std::min(a.tiles.B - query, unit.num_columns - i);
+    visit(i, unit.kv_head * a.Group() + column / a.tiles.B, query, std::clamp<int64_t>(num_queries - query, 0, count));
+    i += count;
+  }
 }
 
 // Keys of one kv head at the positions [begin, end), within kBlockTokens from a multiple of it.
@@ -106,7 +128,7 @@ struct Block {
 Block MakeBlock(const Attention& a, const Unit& unit, int32_t at) {
   Block block{at, std::min(at / kBlockTokens * kBlockTokens + kBlockTokens, unit.last + 1), 0, {}, {}};
   for (int32_t s = block.begin; s < block.end; s += block.depths[block.num_pages++]) {
-    const int32_t page = a.page_table[unit.tile * a.P + s / a.page_size], offset = s % a.page_size;
+    const int32_t page = a.tiles.page_table[unit.tile * a.tiles.P + s / a.page_size], offset = s % a.page_size;
     const int64_t row = page * 2 * a.K + 2 * unit.kv_head;
     block.keys[block.num_pages] = a.pages + (row * a.page_size + offset) * a.H;
     block.depths[block.num_pages] = std::min<int32_t>(a.page_size - offset, block.end - s);
@@ -120,7 +142,7 @@ struct Panel {
   static constexpr int kWidth = kVectors * kLanes;
 
   explicit Panel(const Attention& a)
-      : few(a.B * a.Group() <= kFewQueries),
+      : few(a.tiles.B * a.Group() <= kFewQueries),
         query_stride(few ? CeilDiv(a.H, kLanes) * kLanes : 1),
         element_stride(few ? 1 : kWidth),
         queries(std::max(a.H * kWidth, kFewQueries * query_stride)),
@@ -139,21 +161,25 @@ struct Panel {
 
 template <int kVectors>
 void Begin(const Attention& a, const Unit& unit, Panel<kVectors>& panel) {
+  std::fill(panel.queries.begin(), panel.queries.end(), 0.0f);
   std::fill(panel.sums.begin(), panel.sums.end(), 0.0f);
-  for (int64_t i = 0; i < panel.kWidth; ++i) {
-    const int64_t query = (unit.column + i) / a.Group();
-    const int64_t head = unit.kv_head * a.Group() + (unit.column + i) % a.Group();
-    const int32_t position = a.start[unit.tile] + static_cast<int32_t>(query);
-    const bool is_query = i < unit.num_columns && position < a.kv_len[unit.tile];
-    const bool has_sink = is_query && a.sinks != nullptr;
-    panel.first[i] = is_query ? a.FirstSeen(position) : 0;
-    panel.last[i] = is_query ? position : -1;
-    panel.largest[i] = has_sink ? a.sinks[head] : kMasked;
-    panel.total[i] = has_sink ? 1.0f : 0.0f;
-    const float* q = a.q + ((unit.tile * a.B + query) * a.N + head) * a.H;
-    if (panel.few && i >= unit.num_columns) continue;
-    for (int64_t h = 0; h < a.H; ++h) panel.queries[i * panel.query_stride + h * panel.element_stride] = is_query ? q[h] * a.scale : 0.0f;
-  }
+  std::fill_n(panel.first, panel.kWidth, 0);
+  std::fill_n(panel.last, panel.kWidth, -1);
+  std::fill_n(panel.largest, panel.kWidth, kMasked);
+  std::fill_n(panel.total, panel.kWidth, 0.0f);
+  ForEachHead(a, unit, [&](int64_t i, int64_t head, int64_t query, int64_t count) {
+    for (int64_t n = 0; n < count; ++n) {
+      const int32_t position = a.tiles.start[unit.tile] + static_cast<int32_t>(query + n);
+      panel.first[i + n] = a.FirstSeen(position);
+      panel.last[i + n] = position;
+      if (a.sinks != nullptr) panel.largest[i + n] = a.sinks[head], panel.total[i + n] = 1.0f;
+    }
+    const float* q = a.q + head * a.H * a.T + a.tiles.first_row + unit.tile * a.tiles.B + query;
+    float* to = panel.queries.data() + i * panel.query_stride;
+    for (int64_t h = 0; h < a.H; ++h)
+      for (int64_t n = 0; n < count; ++n)
+        to[h * panel.element_stride + n * panel.query_stride] = q[h * a.T + n] * a.scale;
+  });
 }
 
 // The logits of a block's keys, capped and masked, become weights; the sums that there are already are scaled
@@ -276,7 +302,8 @@ void AttendBlock(const Attention& a, Panel<kVectors>& panel, const Block& block,
     const float* keys_ahead = page < ahead.num_pages ? ahead.keys[page] : nullptr;
     const Factor::Part keys{block.keys[page], static_cast<int>(a.H), keys_ahead};
     if (panel.few) {
-      ScoreFew(a.B * a.Group(), {a.H, 1, &keys, 1}, panel.queries.data(), panel.query_stride, block.depths[page], logits);
+      ScoreFew(a.tiles.B * a.Group(), {a.H, 1, &keys, 1}, panel.queries.data(), panel.query_stride,
+               block.depths[page], logits);
     } else {
       Multiply<kVectors>({a.H, 1, &keys, 1}, 0, block.depths[page], panel.queries.data(), logits,
                          panel.kWidth, false);
@@ -288,7 +315,7 @@ void AttendBlock(const Attention& a, Panel<kVectors>& panel, const Block& block,
   Soften(a, panel, block.begin, block.end);
   const Factor factor{1, a.H, values, block.num_pages};
   if (panel.few) {
-    AddValues(a.B * a.Group(), factor, panel.weights.data(), panel.rescale, panel.sums.data(),
+    AddValues(a.tiles.B * a.Group(), factor, panel.weights.data(), panel.rescale, panel.sums.data(),
               panel.query_stride);
   } else {
     for (int64_t h = 0; h < a.H; ++h)
@@ -302,15 +329,20 @@ void AttendBlock(const Attention& a, Panel<kVectors>& panel, const Block& block,
 
 template <int kVectors>
 void End(const Attention& a, const Unit& unit, const Panel<kVectors>& panel) {
-  for (int64_t i = 0; i < unit.num_columns; ++i) {
-    const int64_t query = (unit.column + i) / a.Group();
-    const int64_t head = unit.kv_head * a.Group() + (unit.column + i) % a.Group();
-    const int64_t row = (unit.tile * a.B + query) * a.N + head;
-    const float total = std::max(panel.total[i], 1e-30f), inverse = 1.0f / total;
-    for (int64_t h = 0; h < a.H; ++h) 
-      a.out[row * a.H + h] = panel.sums[i * panel.query_stride + h * panel.element_stride] * inverse;
-    a.lse[row] = panel.largest[i] + std::log(total);
-  }
+  ForEachHead(a, unit, [&](int64_t i, int64_t head, int64_t query, int64_t count) {
+    const int64_t row = a.tiles.first_row + unit.tile * a.tiles.B + query;
+    float inverse[panel.kWidth];
+    for (int64_t n = 0; n < count; ++n) {
+      const float total = std::max(panel.total[i + n], 1e-30f);
+      inverse[n] = 1.0f / total;
+      a.lse[head * a.T + row + n] = panel.largest[i + n] + std::log(total);
+    }
+    const float* sums = panel.sums.data() + i * panel.query_stride;
+    float* out = a.out + head * a.H * a.T + row;
+    for (int64_t h = 0; h < a.H; ++h)
+      for (int64_t n = 0; n < count; ++n)
+        out[h * a.T + n] = sums[h * panel.element_stride + n * panel.query_stride] * inverse[n];
+  });
 }
 
 // Units [begin, end), one after the other, so that each one's first keys are fetched during the last.
@@ -336,40 +368,74 @@ void Attend(const Attention& a, int64_t begin, int64_t end) {
   }
 }
 
-ffi::Error PagedAttention(ffi::ThreadPool threads, ffi::BufferR4<ffi::F32> q, ffi::BufferR4<ffi::F32> pages,
-                          ffi::BufferR2<ffi::S32> page_table, ffi::BufferR1<ffi::S32> start,
-                          ffi::BufferR1<ffi::S32> kv_len, ffi::BufferR1<ffi::F32> sinks,
-                          ffi::ResultBufferR4<ffi::F32> out, ffi::ResultBufferR3<ffi::F32> lse, float scale,
-                          float soft_cap, int32_t window, int32_t chunk) {
-  const auto sizes = q.dimensions();
-  const Attention a{q.typed_data(),
-                    pages.typed_data(),
-                    page_table.typed_data(),
-                    start.typed_data(),
-                    kv_len.typed_data(),
-                    sinks.element_count() > 0 ? sinks.typed_data() : nullptr,
-                    out->typed_data(),
-                    lse->typed_data(),
-                    sizes[0],
-                    sizes[1],
-                    sizes[2],
-                    pages.dimensions()[1] / 2,
-                    sizes[3],
-                    page_table.dimensions()[1],
-                    pages.dimensions()[2],
-                    scale,
-                    soft_cap,
-                    window,
-                    chunk};
-  const bool narrow = a.B * a.Group() <= kLanes;
-  const int64_t num_panels = CeilDiv(a.B * a.Group(), narrow ? kLanes : kPanelVectors * kLanes);
-  const int64_t num_units = a.R * a.K * num_panels;
-  const int num_threads = static_cast<int>(threads.num_threads());
+void AttendAll(const Attention& a, int num_threads) {
+  const int64_t num_columns = a.tiles.B * a.Group();
+  const bool narrow = num_columns <= kLanes;
+  const int64_t num_panels = CeilDiv(num_columns, narrow ? kLanes : kPanelVectors * kLanes);
+  const int64_t num_units = a.tiles.R * a.K * num_panels;
   const int64_t num_tasks = std::min(num_units, kTasksAThread * std::max(1, num_threads));
   Team::Get().Run(num_threads, num_tasks, [&](int64_t task) {
     const int64_t begin = num_units * task / num_tasks, end = num_units * (task + 1) / num_tasks;
     narrow ? Attend<1>(a, begin, end) : Attend<kPanelVectors>(a, begin, end);
   });
+}
+
+// Keys and values [K, H, T] of tokens that have a place, in their pages. Those of padding would go to page 0.
+void Write(const Attention& a, const float* keys, const float* values, const int32_t* write_index,
+           int num_threads) {
+  Team::Get().Run(num_threads, CeilDiv(a.T, kLanes), [&](int64_t task) {
+    for (int64_t t = task * kLanes; t < std::min(a.T, (task + 1) * kLanes); ++t) {
+      const int64_t page = write_index[t] / a.page_size, offset = write_index[t] % a.page_size;
+      if (page == 0) continue;
+      for (int64_t row = 0; row < 2 * a.K; ++row) {
+        const float* from = (row % 2 ? values : keys) + row / 2 * a.H * a.T + t;
+        float* to = a.pages + ((page * 2 * a.K + row) * a.page_size + offset) * a.H;
+        for (int64_t h = 0; h < a.H; ++h) to[h] = from[h * a.T];
+      }
+    }
+  });
+}
+
+using Floats1 = ffi::BufferR1<ffi::F32>;
+using Floats3 = ffi::BufferR3<ffi::F32>;
+using Ints1 = ffi::BufferR1<ffi::S32>;
+using Ints2 = ffi::BufferR2<ffi::S32>;
+
+Tiles MakeTiles(Ints2 page_table, Ints1 start, Ints1 kv_len, int64_t first_row, int64_t num_rows) {
+  const int64_t num_tiles = page_table.dimensions()[0];
+  return {page_table.typed_data(), start.typed_data(), kv_len.typed_data(),        num_tiles,
+          num_tiles ? num_rows / num_tiles : 0,        page_table.dimensions()[1], first_row};
+}
+
+// The arrays' shapes are token-major, and their layouts feature-major: attention.py.
+ffi::Error PagedAttention(ffi::ThreadPool threads, Floats3 q, Floats3 k, Floats3 v, ffi::BufferR4<ffi::F32>,
+                          Ints1 write_index, Ints2 decode_pages, Ints1 decode_start, Ints1 decode_len,
+                          Ints2 prefill_pages, Ints1 prefill_start, Ints1 prefill_len, Floats1 sinks,
+                          ffi::Result<Floats3> out, ffi::ResultBufferR2<ffi::F32> lse,
+                          ffi::ResultBufferR4<ffi::F32> pages, float scale, float soft_cap, int32_t window,
+                          int32_t chunk) {
+  const int num_threads = static_cast<int>(threads.num_threads());
+  const int64_t T = q.dimensions()[0], num_decodes = decode_pages.dimensions()[0];
+  Attention a{q.typed_data(),
+              pages->typed_data(),
+              sinks.element_count() > 0 ? sinks.typed_data() : nullptr,
+              out->typed_data(),
+              lse->typed_data(),
+              T,
+              q.dimensions()[1],
+              k.dimensions()[1],
+              q.dimensions()[2],
+              pages->dimensions()[2],
+              scale,
+              soft_cap,
+              window,
+              chunk,
+              {}};
+  Write(a, k.typed_data(), v.typed_data(), write_index.typed_data(), num_threads);
+  a.tiles = MakeTiles(decode_pages, decode_start, decode_len, 0, num_decodes);
+  AttendAll(a, num_threads);
+  a.tiles = MakeTiles(prefill_pages, prefill_start, prefill_len, num_decodes, T - num_decodes);
+  AttendAll(a, num_threads);
   return ffi::Error::Success();
 }
 
@@ -378,14 +444,21 @@ ffi::Error PagedAttention(ffi::ThreadPool threads, ffi::BufferR4<ffi::F32> q, ff
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxinferPagedAttention, PagedAttention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats3>()
+                                  .Arg<Floats3>()
+                                  .Arg<Floats3>()
                                   .Arg<ffi::BufferR4<ffi::F32>>()
-                                  .Arg<ffi::BufferR4<ffi::F32>>()
-                                  .Arg<ffi::BufferR2<ffi::S32>>()
-                                  .Arg<ffi::BufferR1<ffi::S32>>()
-                                  .Arg<ffi::BufferR1<ffi::S32>>()
-                                  .Arg<ffi::BufferR1<ffi::F32>>()
+                                  .Arg<Ints1>()
+                                  .Arg<Ints2>()
+                                  .Arg<Ints1>()
+                                  .Arg<Ints1>()
+                                  .Arg<Ints2>()
+                                  .Arg<Ints1>()
+                                  .Arg<Ints1>()
+                                  .Arg<Floats1>()
+                                  .Ret<Floats3>()
+                                  .Ret<ffi::BufferR2<ffi::F32>>()
                                   .Ret<ffi::BufferR4<ffi::F32>>()
-                                  .Ret<ffi::BufferR3<ffi::F32>>()
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
                                   .Attr<int32_t>("window")

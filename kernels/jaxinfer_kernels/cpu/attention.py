@@ -8,7 +8,8 @@ import numpy as np
 
 from jaxinfer_kernels.cpu.build import target_name
 from jaxinfer_kernels.layout import AttentionMetadata, KVPages, QueryTiles
-from jaxinfer_kernels.xla import by_kind, write_rows
+
+_FEATURE_MAJOR = (1, 2, 0)  # [T, N, H] lies as [N, H, T], so that XLA transposes nothing around the products
 
 
 def paged_attention(
@@ -32,28 +33,36 @@ def paged_attention(
     for name, dtype in (("q", q.dtype), ("kv_pages.data", kv_pages.data.dtype)):
         if dtype != jnp.float32:
             raise ValueError(f"{name} ({dtype}) must be float32 with backend='cpu'; xla takes the others")
-    kv = jnp.stack([k, v], axis=2).reshape(k.shape[0], 2 * k.shape[1], k.shape[2])
-    kv_pages = write_rows(kv_pages, kv, metadata.kv_write_index)
+    call = jax.ffi.ffi_call(
+        target_name("paged_attention"),
+        (
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(q.shape[:2], q.dtype),
+            jax.ShapeDtypeStruct(kv_pages.data.shape, q.dtype),
+        ),
+        input_layouts=(*(_FEATURE_MAJOR,) * 3, *(None,) * 9),
+        output_layouts=(_FEATURE_MAJOR, (1, 0), None),
+        input_output_aliases={3: 2},
+    )
+    out, lse, data = call(
+        q,
+        k,
+        v,
+        kv_pages.data,
+        metadata.kv_write_index,
+        *_arrays(metadata.decode),
+        *_arrays(metadata.prefill),
+        jnp.zeros((0,), jnp.float32) if sinks is None else sinks,
+        scale=np.float32(scale),
+        soft_cap=np.float32(soft_cap or 0),
+        window=np.int32(sliding_window or 0),
+        chunk=np.int32(attention_chunk or 0),
+    )
+    return out, lse, KVPages(data, None)
 
-    def attend(queries: jax.Array, tiles: QueryTiles) -> tuple[jax.Array, jax.Array]:
-        call = jax.ffi.ffi_call(
-            target_name("paged_attention"),
-            (
-                jax.ShapeDtypeStruct(queries.shape, jnp.float32),
-                jax.ShapeDtypeStruct(queries.shape[:3], jnp.float32),
-            ),
-        )
-        return call(
-            queries,
-            kv_pages.data,
-            tiles.page_table,
-            tiles.start,
-            tiles.kv_len,
-            jnp.zeros((0,), jnp.float32) if sinks is None else sinks,
-            scale=np.float32(scale),
-            soft_cap=np.float32(soft_cap or 0),
-            window=np.int32(sliding_window or 0),
-            chunk=np.int32(attention_chunk or 0),
-        )
 
-    return *by_kind(attend, q, metadata), kv_pages
+def _arrays(tiles: QueryTiles | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Page table, start and kv_len; of no tiles where there are none."""
+    if tiles is None:
+        return jnp.zeros((0, 1), jnp.int32), jnp.zeros((0,), jnp.int32), jnp.zeros((0,), jnp.int32)
+    return tiles.page_table, tiles.start, tiles.kv_len
