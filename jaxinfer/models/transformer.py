@@ -32,13 +32,13 @@ from jaxinfer.models.layers import (
     RMSNorm,
     activation,
     apply_rope,
-    linear,
     rope_table,
     soft_cap,
     unfuse,
 )
 from jaxinfer.models.moe import SparseMoe
 from jaxinfer.parallel.mesh import TENSOR, constrain
+from jaxinfer_kernels import linear
 
 # One layer's part of the KV cache: whatever the attention function takes and gives back.
 KVPages = Any
@@ -100,7 +100,7 @@ class Attention(nnx.Module):
             soft_cap=config.attn_logit_softcapping,
         )
         # Without the barrier XLA folds the transpose into the product, which is then the slower form.
-        out = lax.optimization_barrier(out.reshape(num_tokens, -1).T.astype(x.dtype))
+        out = lax.optimization_barrier(out.transpose(1, 2, 0).reshape(-1, num_tokens).astype(x.dtype))
         return constrain(self.o_proj(constrain(out, TENSOR))), kv_pages
 
 
@@ -279,6 +279,6 @@ class Transformer(nnx.Module):
 
 def head_logits(config: ModelConfig, head_weight: jax.Array, hidden: jax.Array) -> jax.Array:
     """hidden [R, D] -> float32 logits [R, V], soft-capped where the model says so."""
-    scores = linear(head_weight, hidden.T, out_dtype=jnp.float32, backend=config.matmul).T
+    scores = linear(head_weight, hidden.T, token_major=True, backend=config.matmul)
     scores = constrain(scores)[:, : config.vocab_size]  # every device samples from all of them
     return soft_cap(scores, config.final_logit_softcapping)

@@ -23,16 +23,19 @@ from jaxinfer_kernels.layout import Backend
 _BACKENDS: tuple[Backend, ...] = ("tpu", "xla")
 
 
-def linear(weight: jax.Array, x: jax.Array, *, backend: Backend = "xla") -> jax.Array:
+def linear(
+    weight: jax.Array, x: jax.Array, *, token_major: bool = False, backend: Backend = "xla"
+) -> jax.Array:
     """Multiplies weights by feature-major activations.
 
     Args:
       weight: [F, D] floats.
       x: [D, M] floats.
+      token_major: gives the transpose.
       backend: "cpu" is the C++ kernel, for float32, after `cpu.build.load`; "xla" is XLA's product.
 
     Returns:
-      [F, M] float32, in which it is summed.
+      [F, M], or [M, F] with token_major, in float32, in which it is summed.
 
     Raises:
       ValueError: an argument does not fit or the backend does not support it, by the argument's name.
@@ -41,8 +44,9 @@ def linear(weight: jax.Array, x: jax.Array, *, backend: Backend = "xla") -> jax.
     if backend == "cpu":
         from jaxinfer_kernels.cpu.linear import linear as cpu_linear
 
-        return cpu_linear(weight, x)
-    return jax.lax.dot_general(weight, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return cpu_linear(weight, x, token_major=token_major)
+    out = jax.lax.dot_general(weight, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return out.T if token_major else out
 
 
 def quantized_matmul(

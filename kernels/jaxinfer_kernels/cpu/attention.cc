@@ -407,7 +407,6 @@ Tiles MakeTiles(Ints2 page_table, Ints1 start, Ints1 kv_len, int64_t first_row, 
           num_tiles ? num_rows / num_tiles : 0,        page_table.dimensions()[1], first_row};
 }
 
-// The arrays' shapes are token-major, and their layouts feature-major: attention.py.
 ffi::Error PagedAttention(ffi::ThreadPool threads, Floats3 q, Floats3 k, Floats3 v, ffi::BufferR4<ffi::F32>,
                           Ints1 write_index, Ints2 decode_pages, Ints1 decode_start, Ints1 decode_len,
                           Ints2 prefill_pages, Ints1 prefill_start, Ints1 prefill_len, Floats1 sinks,
@@ -415,16 +414,16 @@ ffi::Error PagedAttention(ffi::ThreadPool threads, Floats3 q, Floats3 k, Floats3
                           ffi::ResultBufferR4<ffi::F32> pages, float scale, float soft_cap, int32_t window,
                           int32_t chunk) {
   const int num_threads = static_cast<int>(threads.num_threads());
-  const int64_t T = q.dimensions()[0], num_decodes = decode_pages.dimensions()[0];
+  const int64_t T = q.dimensions()[2], num_decodes = decode_pages.dimensions()[0];
   Attention a{q.typed_data(),
               pages->typed_data(),
               sinks.element_count() > 0 ? sinks.typed_data() : nullptr,
               out->typed_data(),
               lse->typed_data(),
               T,
+              q.dimensions()[0],
+              k.dimensions()[0],
               q.dimensions()[1],
-              k.dimensions()[1],
-              q.dimensions()[2],
               pages->dimensions()[2],
               scale,
               soft_cap,

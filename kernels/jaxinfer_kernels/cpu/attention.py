@@ -9,9 +9,6 @@ import numpy as np
 from jaxinfer_kernels.cpu.build import target_name
 from jaxinfer_kernels.layout import AttentionMetadata, KVPages, QueryTiles
 
-_FEATURE_MAJOR = (1, 2, 0)  # [T, N, H] lies as [N, H, T], so that XLA transposes nothing around the products
-
-
 def paged_attention(
     q: jax.Array,
     k: jax.Array,
@@ -33,21 +30,19 @@ def paged_attention(
     for name, dtype in (("q", q.dtype), ("kv_pages.data", kv_pages.data.dtype)):
         if dtype != jnp.float32:
             raise ValueError(f"{name} ({dtype}) must be float32 with backend='cpu'; xla takes the others")
+    num_tokens, num_heads, head_dim = q.shape
     call = jax.ffi.ffi_call(
         target_name("paged_attention"),
         (
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct(q.shape[:2], q.dtype),
+            jax.ShapeDtypeStruct((num_heads, head_dim, num_tokens), q.dtype),
+            jax.ShapeDtypeStruct((num_heads, num_tokens), q.dtype),
             jax.ShapeDtypeStruct(kv_pages.data.shape, q.dtype),
         ),
-        input_layouts=(*(_FEATURE_MAJOR,) * 3, *(None,) * 9),
-        output_layouts=(_FEATURE_MAJOR, (1, 0), None),
         input_output_aliases={3: 2},
     )
+    # Feature-major, as the products around are: XLA drops these transposes against the caller's.
     out, lse, data = call(
-        q,
-        k,
-        v,
+        *(x.transpose(1, 2, 0) for x in (q, k, v)),
         kv_pages.data,
         metadata.kv_write_index,
         *_arrays(metadata.decode),
@@ -58,7 +53,7 @@ def paged_attention(
         window=np.int32(sliding_window or 0),
         chunk=np.int32(attention_chunk or 0),
     )
-    return out, lse, KVPages(data, None)
+    return out.transpose(2, 0, 1), lse.T, KVPages(data, None)
 
 
 def _arrays(tiles: QueryTiles | None) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-// out [M, T] = weight [M, K] times x [K, T], in float32.
+// out [M, T] = weight [M, K] times x [K, T], in float32; or its transpose, [T, M].
 //
 // Up to kFewColumns tokens it is bound by reading the weights: vectors lie along K, a row of the weights is
 // read once, from front to back, and multiplied by all columns. Above that the vectors lie along T (simd.h).
@@ -24,8 +24,9 @@ struct Product {
   const float* weight;
   const float* x;  // [K, T]
   float* out;
-  float* packed;  // of x, as each path wants it
+  float* packed;  // room for x as each path wants it
   int64_t M, K, T;
+  int64_t out_row, out_column;  // strides
 };
 
 // ---- few columns ----
@@ -58,7 +59,7 @@ void MultiplyFew(const Product& p, int64_t row) {
     for (int t = 0; t < kColumns; ++t) {
       float sum = Sum(sums[m][t]);
       for (int64_t rest = k; rest < p.K; ++rest) sum += weight[m * p.K + rest] * p.packed[t * p.K + rest];
-      p.out[(row + m) * p.T + t] = sum;
+      p.out[(row + m) * p.out_row + t * p.out_column] = sum;
     }
   }
 }
@@ -80,6 +81,9 @@ void MultiplyFewColumns(const Product& p, int64_t begin, int64_t end) {
 // ---- many columns ----
 
 int64_t NumPanels(int64_t T) { return (T + kPanelWidth - 1) / kPanelWidth; }
+
+// Whether x is one whole panel as it is.
+bool IsPanel(const Product& p) { return p.T == kPanelWidth || p.T == kLanes; }
 
 // packed [panels][K][kPanelWidth], zeros in the columns past T; the last has one vector if that suffices.
 void PackPanel(const Product& p, int64_t panel) {
@@ -104,16 +108,19 @@ void MultiplyPanel(const Product& p, int64_t panel, int64_t begin, int64_t end, 
   const float* ahead = panel == 0 ? weight_part + kRows * p.K : nullptr;  // the next rows
   const Factor::Part part{weight_part, static_cast<int>(depth_end - depth_begin), ahead};
   const Factor weight{p.K, 1, &part, 1};
-  const float* b = p.packed + panel * p.K * kPanelWidth + depth_begin * kWidth;
+  const float* b = (IsPanel(p) ? p.x : p.packed + panel * p.K * kPanelWidth) + depth_begin * kWidth;
   const bool add = depth_begin > 0;
-  float* out = p.out + begin * p.T + column;
-  if (columns == kWidth) return Multiply<kVectors>(weight, begin, end, b, out, p.T, add);
-  for (int64_t row = begin; row < end; row += kRows, out += kRows * p.T) {
+  if (columns == kWidth && p.out_column == 1)
+    return Multiply<kVectors>(weight, begin, end, b, p.out + begin * p.out_row + column, p.out_row, add);
+  for (int64_t row = begin; row < end; row += kRows) {
     const int64_t rows = std::min(kRows, end - row);
-    float whole[kRows * kWidth];
-    for (int64_t m = 0; add && m < rows; ++m) std::copy_n(out + m * p.T, columns, whole + m * kWidth);
-    Multiply<kVectors>(weight, row, row + rows, b, whole, kWidth, add);
-    for (int64_t m = 0; m < rows; ++m) std::copy_n(whole + m * kWidth, columns, out + m * p.T);
+    float block[kRows * kWidth];
+    float* out = p.out + row * p.out_row + column * p.out_column;
+    for (int64_t n = 0; add && n < columns; ++n)
+      for (int64_t m = 0; m < rows; ++m) block[m * kWidth + n] = out[m * p.out_row + n * p.out_column];
+    Multiply<kVectors>(weight, row, row + rows, b, block, kWidth, add);
+    for (int64_t n = 0; n < columns; ++n)
+      for (int64_t m = 0; m < rows; ++m) out[m * p.out_row + n * p.out_column] = block[m * kWidth + n];
   }
 }
 
@@ -130,9 +137,10 @@ void MultiplyManyColumns(const Product& p, int64_t begin, int64_t end) {
 }
 
 ffi::Error Linear(ffi::ThreadPool threads, ffi::BufferR2<ffi::F32> weight, ffi::BufferR2<ffi::F32> x,
-                  ffi::ResultBufferR2<ffi::F32> out, ffi::ResultBufferR1<ffi::F32> packed) {
-  Product p{weight.typed_data(),   x.typed_data(),         out->typed_data(), packed->typed_data(),
-            weight.dimensions()[0], weight.dimensions()[1], x.dimensions()[1]};
+                  ffi::ResultBufferR2<ffi::F32> out, ffi::ResultBufferR1<ffi::F32> packed, bool transpose) {
+  const int64_t M = weight.dimensions()[0], K = weight.dimensions()[1], T = x.dimensions()[1];
+  const Product p{weight.typed_data(), x.typed_data(),    out->typed_data(),  packed->typed_data(), M, K, T,
+                  transpose ? 1 : T,   transpose ? M : 1};
   const bool few = p.T <= kFewColumns;
   const int64_t needed = few ? p.T * p.K : NumPanels(p.T) * p.K * kPanelWidth;
   if (x.dimensions()[0] != p.K || static_cast<int64_t>(packed->element_count()) < needed)
@@ -144,7 +152,7 @@ ffi::Error Linear(ffi::ThreadPool threads, ffi::BufferR2<ffi::F32> weight, ffi::
   const int64_t num_tasks = CeilDiv(p.M, rows);
   if (few) {
     TransposeColumns(p);
-  } else {
+  } else if (!IsPanel(p)) {
     Team::Get().Run(num_threads, NumPanels(p.T), [&](int64_t panel) { PackPanel(p, panel); });
   }
   Team::Get().Run(num_threads, num_tasks, [&](int64_t task) {
@@ -162,6 +170,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxinferLinear, Linear,
                                   .Arg<ffi::BufferR2<ffi::F32>>()
                                   .Arg<ffi::BufferR2<ffi::F32>>()
                                   .Ret<ffi::BufferR2<ffi::F32>>()
-                                  .Ret<ffi::BufferR1<ffi::F32>>());
+                                  .Ret<ffi::BufferR1<ffi::F32>>()
+                                  .Attr<bool>("transpose"));
 
 }  // namespace jaxinfer

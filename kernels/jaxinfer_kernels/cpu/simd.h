@@ -51,7 +51,7 @@ constexpr int kPanelVectors = 2;
 
 // Rows that are computed together: sums, a panel's vectors and a factor fill the registers.
 template <int kVectors>
-constexpr int kBlockRows = kVectors == 1 ? 8 : kRegisters >= 32 ? 12 : 6;
+constexpr int kBlockRows = kVectors == 1 ? 8 : kRegisters >= 32 ? 10 : 6;
 
 // The left factor of a product, [rows, depth]: element (m, k) lies at m * row + k * column from its start, or,
 // where the depth is cut into parts, as that of values into pages, from the start of k's part. Either stride is 1.
