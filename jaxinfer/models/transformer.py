@@ -38,7 +38,7 @@ from jaxinfer.models.layers import (
 )
 from jaxinfer.models.moe import SparseMoe
 from jaxinfer.parallel.mesh import TENSOR, constrain
-from jaxinfer_kernels import linear
+from jaxinfer_kernels import gated_linear, linear
 
 # One layer's part of the KV cache: whatever the attention function takes and gives back.
 KVPages = Any
@@ -119,6 +119,9 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[D, T] -> [D, T]."""
         config = self.config
+        if config.matmul == "cpu" and self.gate_up_proj.bias is None:
+            weight = self.gate_up_proj.weight[...]
+            return self.down_proj(gated_linear(weight, x, activation=config.hidden_act, backend="cpu"))
         sizes = (config.intermediate_size,) * 2
         gate, up = unfuse(self.gate_up_proj(x), sizes, config.tensor_parallel)
         return constrain(self.down_proj(constrain(activation(config.hidden_act)(gate) * up, TENSOR)))

@@ -15,7 +15,7 @@ from jaxinfer_kernels.layout import (
     mla_pages_shape,
     prefill_tile_tokens,
 )
-from jaxinfer_kernels.matmul import grouped_matmul, linear, quantized_matmul
+from jaxinfer_kernels.matmul import gated_linear, grouped_matmul, linear, quantized_matmul
 
 __all__ = [
     "AttentionMetadata",
@@ -25,6 +25,7 @@ __all__ = [
     "create_kv_pages",
     "create_mla_pages",
     "decode_tile_tokens",
+    "gated_linear",
     "grouped_matmul",
     "kv_pages_shape",
     "kv_scales_shape",

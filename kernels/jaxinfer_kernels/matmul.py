@@ -5,6 +5,7 @@ Dims: M rows, D inputs, F outputs, G inputs of a group, E groups of rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -20,6 +21,11 @@ from jaxinfer_kernels.checks import (
 )
 from jaxinfer_kernels.layout import Backend
 
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
 _BACKENDS: tuple[Backend, ...] = ("tpu", "xla")
 
 
@@ -47,6 +53,34 @@ def linear(
         return cpu_linear(weight, x, token_major=token_major)
     out = jax.lax.dot_general(weight, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     return out.T if token_major else out
+
+
+def gated_linear(
+    weight: jax.Array, x: jax.Array, *, activation: Activation, backend: Backend = "xla"
+) -> jax.Array:
+    """The first half of a gated MLP: activation(gate x) * (up x).
+
+    Args:
+      weight: [2F, D] floats, gate above up.
+      x: [D, M] floats.
+      activation: of the gate, by Hugging Face's name.
+      backend: as for `linear`.
+
+    Returns:
+      [F, M] float32, in which all is computed.
+
+    Raises:
+      ValueError: an argument does not fit or the backend does not support it, by the argument's name.
+    """
+    check_linear(weight, x, backend)
+    if activation not in ACTIVATIONS or weight.shape[0] % 2:
+        raise ValueError(f"activation={activation!r} must be silu or gelu_pytorch_tanh, weight{weight.shape} [2F, D]")
+    if backend == "cpu":
+        from jaxinfer_kernels.cpu.linear import gated_linear as cpu_gated_linear
+
+        return cpu_gated_linear(weight, x, activation=activation)
+    gate, up = jnp.split(linear(weight, x), 2)
+    return ACTIVATIONS[activation](gate) * up
 
 
 def quantized_matmul(

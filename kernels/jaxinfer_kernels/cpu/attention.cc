@@ -30,32 +30,6 @@ constexpr int kBlockTokens = 64;
 constexpr int kFewQueries = 4;
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
-// exp(x) for x up to 0 to within 1 unit of the last place: 2^n * exp(r), as Cephes' expf. 0 below -87.
-inline Vector Exp(Vector x) {
-  const Ints tiny = x < -87.0f;
-  const Vector scaled = x * 1.44269504088896341f - 0.5f;
-  const Ints n = tiny ? Ints{} : __builtin_convertvector(scaled, Ints);  // rounds to 0, up: nearest
-  const Vector whole = __builtin_convertvector(n, Vector);
-  const Vector r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
-  Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  const Ints power = (n + 127) << 23;
-  Vector scale;
-  std::memcpy(&scale, &power, sizeof scale);
-  return tiny ? Vector{} : p * scale;
-}
-
-// tanh, from exp(-2 |x|).
-inline Vector Tanh(Vector x) {
-  const Vector e = Exp(-2.0f * (x < 0.0f ? -x : x));
-  const Vector y = (1.0f - e) / (1.0f + e);
-  return x < 0.0f ? -y : y;
-}
-
 // One kind of query tiles, whose rows are [first_row, first_row + R * B).
 struct Tiles {
   const int32_t* page_table;  // [R, P]

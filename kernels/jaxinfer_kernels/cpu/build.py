@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.metadata
 import platform
 import shutil
 import subprocess
@@ -12,11 +13,14 @@ from functools import cache
 from pathlib import Path
 
 import jax
-import jaxlib
 
 _HERE = Path(__file__).parent
 _SOURCES = ("linear.cc", "attention.cc")
-_HANDLERS = {"linear": "JaxinferLinear", "paged_attention": "JaxinferPagedAttention"}
+_HANDLERS = {
+    "linear": "JaxinferLinear",
+    "gated_linear": "JaxinferGatedLinear",
+    "paged_attention": "JaxinferPagedAttention",
+}
 _COMPILERS = ("c++", "g++", "clang++")
 _NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 _FLAGS = ("-O3", _NATIVE, "-ffp-contract=fast", "-std=c++20", "-shared", "-fPIC", "-pthread")
@@ -40,7 +44,7 @@ def load(directory: Path) -> None:
 
 @cache
 def target_name(op: str) -> str:
-    """What a program calls: it names the sources, so that one compiled for others does not find its target."""
+    """What a program calls. It names the sources: a program that was compiled for others finds no target."""
     return f"jaxinfer_{op}_{_digest()}"
 
 
@@ -53,7 +57,7 @@ def _digest() -> str:
 
 def _library(directory: Path) -> Path:
     """The compiled library, whose name says of what, for which jaxlib and for which processor."""
-    built_for = (_digest(), jaxlib.__version__, _FLAGS, _processor())
+    built_for = (_digest(), importlib.metadata.version("jaxlib"), _FLAGS, _processor())
     name = f"cpu-kernels-{hashlib.sha256(repr(built_for).encode()).hexdigest()[:16]}.so"
     path = directory / name
     if path.exists():

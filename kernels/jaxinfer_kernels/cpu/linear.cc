@@ -136,28 +136,81 @@ void MultiplyManyColumns(const Product& p, int64_t begin, int64_t end) {
   }
 }
 
+// ---- both ----
+
+// Makes x what the rows' products want. Returns false where `packed` has no room for it.
+bool Pack(const Product& p, int64_t room, int num_threads) {
+  if (p.T <= kFewColumns) {
+    if (room < p.T * p.K) return false;
+    TransposeColumns(p);
+  } else if (!IsPanel(p)) {
+    if (room < NumPanels(p.T) * p.K * kPanelWidth) return false;
+    Team::Get().Run(num_threads, NumPanels(p.T), [&](int64_t panel) { PackPanel(p, panel); });
+  }
+  return true;
+}
+
+void MultiplyRange(const Product& p, int64_t begin, int64_t end) {
+  p.T <= kFewColumns ? MultiplyFewColumns(p, begin, end) : MultiplyManyColumns(p, begin, end);
+}
+
+// work(begin, end) for all rows, cut into pieces of whole blocks.
+template <typename Work>
+void ForRows(int64_t num_rows, int num_threads, const Work& work) {
+  constexpr int64_t kRows = kBlockRows<kPanelVectors>;
+  const int64_t size = CeilDiv(CeilDiv(num_rows, kTasksAThread * std::max(1, num_threads)), kRows) * kRows;
+  Team::Get().Run(num_threads, CeilDiv(num_rows, size), [&](int64_t task) {
+    work(task * size, std::min(num_rows, (task + 1) * size));
+  });
+}
+
+const ffi::Error kMisfit = ffi::Error::InvalidArgument("the shapes of weight, x and packed do not fit");
+
 ffi::Error Linear(ffi::ThreadPool threads, ffi::BufferR2<ffi::F32> weight, ffi::BufferR2<ffi::F32> x,
                   ffi::ResultBufferR2<ffi::F32> out, ffi::ResultBufferR1<ffi::F32> packed, bool transpose) {
   const int64_t M = weight.dimensions()[0], K = weight.dimensions()[1], T = x.dimensions()[1];
   const Product p{weight.typed_data(), x.typed_data(),    out->typed_data(),  packed->typed_data(), M, K, T,
                   transpose ? 1 : T,   transpose ? M : 1};
-  const bool few = p.T <= kFewColumns;
-  const int64_t needed = few ? p.T * p.K : NumPanels(p.T) * p.K * kPanelWidth;
-  if (x.dimensions()[0] != p.K || static_cast<int64_t>(packed->element_count()) < needed)
-    return ffi::Error::InvalidArgument("linear: weight [M, K], x [K, T] and packed do not fit");
-  constexpr int64_t kRows = kBlockRows<kPanelVectors>;
   const int num_threads = static_cast<int>(threads.num_threads());
-  int64_t rows = CeilDiv(p.M, kTasksAThread * std::max(1, num_threads));
-  rows = CeilDiv(rows, kRows) * kRows;
-  const int64_t num_tasks = CeilDiv(p.M, rows);
-  if (few) {
-    TransposeColumns(p);
-  } else if (!IsPanel(p)) {
-    Team::Get().Run(num_threads, NumPanels(p.T), [&](int64_t panel) { PackPanel(p, panel); });
-  }
-  Team::Get().Run(num_threads, num_tasks, [&](int64_t task) {
-    const int64_t begin = task * rows, end = std::min(p.M, begin + rows);
-    few ? MultiplyFewColumns(p, begin, end) : MultiplyManyColumns(p, begin, end);
+  if (x.dimensions()[0] != K || !Pack(p, packed->element_count(), num_threads)) return kMisfit;
+  ForRows(M, num_threads, [&](int64_t begin, int64_t end) { MultiplyRange(p, begin, end); });
+  return ffi::Error::Success();
+}
+
+// x * sigmoid(x).
+Vector Silu(Vector x) {
+  const Vector e = Exp(x < 0.0f ? x : -x);
+  return x * (x < 0.0f ? e : Broadcast(1.0f)) / (1.0f + e);
+}
+
+// x times the normal distribution's integral, by tanh (arXiv 1606.08415).
+Vector Gelu(Vector x) {
+  return 0.5f * x * (1.0f + Tanh(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+}
+
+void Gate(float* gate, const float* up, int64_t count, bool gelu) {
+  const auto act = [gelu](Vector x) { return gelu ? Gelu(x) : Silu(x); };
+  const int64_t rest = count % kLanes;
+  for (int64_t i = 0; i < count - rest; i += kLanes) Store(gate + i, act(Load(gate + i)) * Load(up + i));
+  const Vector last = act(Load(gate + count - rest, rest)) * Load(up + count - rest, rest);
+  std::memcpy(gate + count - rest, &last, rest * sizeof(float));
+}
+
+// act(gate x) * (up x), where weight is gate and up [2M, K], one above the other.
+ffi::Error GatedLinear(ffi::ThreadPool threads, ffi::BufferR2<ffi::F32> weight, ffi::BufferR2<ffi::F32> x,
+                       ffi::ResultBufferR2<ffi::F32> out, ffi::ResultBufferR2<ffi::F32> up_out,
+                       ffi::ResultBufferR1<ffi::F32> packed, bool gelu) {
+  const int64_t M = weight.dimensions()[0] / 2, K = weight.dimensions()[1], T = x.dimensions()[1];
+  const Product gate{weight.typed_data(), x.typed_data(), out->typed_data(), packed->typed_data(), M, K, T, T, 1};
+  Product up = gate;
+  up.weight += M * K;
+  up.out = up_out->typed_data();
+  const int num_threads = static_cast<int>(threads.num_threads());
+  if (x.dimensions()[0] != K || !Pack(gate, packed->element_count(), num_threads)) return kMisfit;
+  ForRows(M, num_threads, [&](int64_t begin, int64_t end) {
+    MultiplyRange(gate, begin, end);
+    MultiplyRange(up, begin, end);
+    Gate(gate.out + begin * T, up.out + begin * T, (end - begin) * T, gelu);
   });
   return ffi::Error::Success();
 }
@@ -172,5 +225,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxinferLinear, Linear,
                                   .Ret<ffi::BufferR2<ffi::F32>>()
                                   .Ret<ffi::BufferR1<ffi::F32>>()
                                   .Attr<bool>("transpose"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxinferGatedLinear, GatedLinear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::BufferR2<ffi::F32>>()
+                                  .Arg<ffi::BufferR2<ffi::F32>>()
+                                  .Ret<ffi::BufferR2<ffi::F32>>()
+                                  .Ret<ffi::BufferR2<ffi::F32>>()
+                                  .Ret<ffi::BufferR1<ffi::F32>>()
+                                  .Attr<bool>("gelu"));
 
 }  // namespace jaxinfer

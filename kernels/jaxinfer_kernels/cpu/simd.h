@@ -41,8 +41,9 @@ inline void Store(float* to, Vector x) { std::memcpy(to, &x, sizeof x); }
 
 constexpr int kLineFloats = 16;  // of a line of the cache
 
-// Has the second level of the cache fetch a line.
+// Has a line fetched into the second level of the cache, or the first, for what comes within the microsecond.
 inline void Fetch(const float* from) { __builtin_prefetch(from, 0, 2); }
+inline void FetchNear(const float* from) { __builtin_prefetch(from, 0, 3); }
 
 inline Vector Broadcast(float x) { return Vector{} + x; }
 
@@ -51,7 +52,7 @@ constexpr int kPanelVectors = 2;
 
 // Rows that are computed together: sums, a panel's vectors and a factor fill the registers.
 template <int kVectors>
-constexpr int kBlockRows = kVectors == 1 ? 8 : kRegisters >= 32 ? 10 : 6;
+constexpr int kBlockRows = kVectors == 1 ? 8 : kRegisters >= 32 ? 12 : 6;
 
 // The left factor of a product, [rows, depth]: element (m, k) lies at m * row + k * column from its start, or,
 // where the depth is cut into parts, as that of values into pages, from the start of k's part. Either stride is 1.
@@ -88,6 +89,7 @@ __attribute__((noinline)) void MultiplyBlock(const Factor& a, int64_t first, con
         const float* line = ahead + first * a.row + begin * a.column;
         const int num_lines = a.column == 1 ? kRows : end - begin;
         for (int i = 0; i < num_lines; ++i) Fetch(line + i * (a.column == 1 ? a.row : a.column));
+        for (int m = 0; m < kRows && a.column == 1; ++m) FetchNear(rows + m * a.row + begin + 3 * kLineFloats);
       }
       for (int k = begin; k < end; ++k, b += kVectors * kLanes) {
         Vector columns[kVectors];
@@ -129,6 +131,32 @@ inline float Sum(Vector x) {
 #pragma GCC unroll 8
     for (int i = 0; i < half; ++i) sums[i] += sums[half + i];
   return sums[0];
+}
+
+// exp(x) for x up to 0 to within 1 unit of the last place: 2^n * exp(r), as Cephes' expf. 0 below -87.
+inline Vector Exp(Vector x) {
+  const Ints tiny = x < -87.0f;
+  const Vector scaled = x * 1.44269504088896341f - 0.5f;
+  const Ints n = tiny ? Ints{} : __builtin_convertvector(scaled, Ints);  // rounds to 0, up: nearest
+  const Vector whole = __builtin_convertvector(n, Vector);
+  const Vector r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
+  Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const Ints power = (n + 127) << 23;
+  Vector scale;
+  std::memcpy(&scale, &power, sizeof scale);
+  return tiny ? Vector{} : p * scale;
+}
+
+// tanh, from exp(-2 |x|).
+inline Vector Tanh(Vector x) {
+  const Vector e = Exp(-2.0f * (x < 0.0f ? -x : x));
+  const Vector y = (1.0f - e) / (1.0f + e);
+  return x < 0.0f ? -y : y;
 }
 
 }  // namespace jaxinfer
