@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 namespace jaxinfer {
 
@@ -122,15 +123,30 @@ void Multiply(const Factor& a, int64_t first, int64_t end, const float* b, float
   }
 }
 
-// The sum of a vector's elements, by halves.
+template <int kCount, size_t... kIndex>
+inline Vector Rotate(Vector x, std::index_sequence<kIndex...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(x, x, ((kIndex + kCount) % kLanes)...);
+#else
+  return __builtin_shuffle(x, Ints{((kIndex + kCount) % kLanes)...});
+#endif
+}
+
+// The sum of a vector's elements: of its halves' sum's halves, and so on.
+template <int kHalf = kLanes / 2>
 inline float Sum(Vector x) {
-  float sums[kLanes];
-  Store(sums, x);
-#pragma GCC unroll 4
-  for (int half = kLanes / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < half; ++i) sums[i] += sums[half + i];
-  return sums[0];
+  x += Rotate<kHalf>(x, std::make_index_sequence<kLanes>());
+  if constexpr (kHalf > 1) return Sum<kHalf / 2>(x);
+  return x[0];
+}
+
+// The largest element.
+template <int kHalf = kLanes / 2>
+inline float Largest(Vector x) {
+  const Vector other = Rotate<kHalf>(x, std::make_index_sequence<kLanes>());
+  x = x > other ? x : other;
+  if constexpr (kHalf > 1) return Largest<kHalf / 2>(x);
+  return x[0];
 }
 
 // exp(x) for x up to 0 to within 1 unit of the last place: 2^n * exp(r), as Cephes' expf. 0 below -87.
@@ -158,5 +174,8 @@ inline Vector Tanh(Vector x) {
   const Vector y = (1.0f - e) / (1.0f + e);
   return x < 0.0f ? -y : y;
 }
+
+// cap * tanh(x / cap), or x where the cap is 0.
+inline Vector Cap(Vector x, float cap) { return cap > 0 ? cap * Tanh(x / cap) : x; }
 
 }  // namespace jaxinfer
