@@ -51,8 +51,8 @@ def _gpu_paged_attention(*args: Any, **options: Any) -> Any:
 
 
 # Each op by backend. All take the public op's arrays by place and its options by name, and give the
-# log-sum-exp; Pallas kernels take `interpret`, and tpu `return_lse`, since it costs something there. A backend
-# is added here and in layout.py.
+# log-sum-exp; Pallas kernels take `interpret`, and tpu `return_lse`, since it costs something there. A
+# backend is added here and in layout.py.
 _PAGED_ATTENTION: Mapping[Backend, Callable[..., Any]] = {
     "cpu": _cpu_paged_attention,
     "tpu": _tpu_paged_attention,

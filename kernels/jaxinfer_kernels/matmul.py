@@ -74,7 +74,9 @@ def gated_linear(
     """
     check_linear(weight, x, backend)
     if activation not in ACTIVATIONS or weight.shape[0] % 2:
-        raise ValueError(f"activation={activation!r} must be silu or gelu_pytorch_tanh, weight{weight.shape} [2F, D]")
+        raise ValueError(
+            f"activation={activation!r} must be silu or gelu_pytorch_tanh, weight{weight.shape} [2F, D]"
+        )
     if backend == "cpu":
         from jaxinfer_kernels.cpu.linear import gated_linear as cpu_gated_linear
 

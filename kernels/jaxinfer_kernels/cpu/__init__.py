@@ -1,4 +1,4 @@
-"""Kernels for CPUs in C++, which a compiler on the machine compiles for its processor, called through XLA's FFI."""
+"""Kernels for CPUs in C++, compiled on the machine for its processor and called through XLA's FFI."""
 
 from jaxinfer_kernels.cpu.build import CompilerError, load
 

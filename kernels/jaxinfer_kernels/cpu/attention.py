@@ -9,6 +9,7 @@ import numpy as np
 from jaxinfer_kernels.cpu.build import target_name
 from jaxinfer_kernels.layout import AttentionMetadata, KVPages, QueryTiles
 
+
 def paged_attention(
     q: jax.Array,
     k: jax.Array,
