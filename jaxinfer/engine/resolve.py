@@ -208,8 +208,8 @@ def _backend(config: EngineConfig, device: Device, *dtypes: str, cpu_kernels: bo
         backend = "cpu"
     if backend == "cpu" and not (cpu_kernels and set(dtypes) == {"float32"}):
         raise ConfigError(
-            f"attention=cpu is for CPUs, with dtype and kv_cache_dtype float32 (here {' and '.join(dtypes)} on "
-            f"a {device.platform}): use attention=xla"
+            "attention=cpu is for CPUs, with dtype and kv_cache_dtype float32 (here "
+            f"{' and '.join(dtypes)} on a {device.platform}): use attention=xla"
         )
     capability = getattr(device, "compute_capability", None)
     if backend == "gpu" and device.platform == "gpu" and capability != HOPPER:

@@ -91,8 +91,11 @@ class Attention(nnx.Module):
         q, k, v = unfuse(heads, sizes, config.tensor_parallel)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.transpose(2, 0, 1) for part in (apply_rope(q, *rope), apply_rope(k, *rope), v))
         out, kv_pages = attend(
-            *(part.transpose(2, 0, 1) for part in (apply_rope(q, *rope), apply_rope(k, *rope), v)),
+            q,
+            k,
+            v,
             kv_pages,
             metadata,
             scale=config.attention_scale,

@@ -73,10 +73,10 @@ def gated_linear(
       ValueError: an argument does not fit or the backend does not support it, by the argument's name.
     """
     check_linear(weight, x, backend)
-    if activation not in ACTIVATIONS or weight.shape[0] % 2:
-        raise ValueError(
-            f"activation={activation!r} must be silu or gelu_pytorch_tanh, weight{weight.shape} [2F, D]"
-        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+    if weight.shape[0] % 2:
+        raise ValueError(f"weight{weight.shape} must be [2F, D]")
     if backend == "cpu":
         from jaxinfer_kernels.cpu.linear import gated_linear as cpu_gated_linear
 

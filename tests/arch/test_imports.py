@@ -37,6 +37,7 @@ LAYERS = {
     "jaxinfer.engine.outputs": 5,
     "jaxinfer.engine.preflight": 5,
     "jaxinfer.engine.prepare": 5,
+    "jaxinfer.engine.cpu_kernels": 5,
     "jaxinfer.engine.programs": 5,
     "jaxinfer.engine.runner": 5,
     "jaxinfer.engine.scheduler": 5,
