@@ -57,8 +57,8 @@ def bundle_key(
       scheduler: the limits of a step.
       device: one of the mesh's, which are all alike.
     """
-    # What a checkpoint says of its tokens shapes no program.
-    shape = repr(replace(model, bos_token_id=None, eos_token_ids=()))
+    # What a checkpoint says of its tokens shapes no program; whose products they are is said apart.
+    shape = repr(replace(model, bos_token_id=None, eos_token_ids=(), matmul="xla"))
     return {
         "platform": device.platform,
         "device_kind": device.device_kind,
@@ -66,7 +66,8 @@ def bundle_key(
         "model": f"{model.architecture} {hashlib.sha256(shape.encode()).hexdigest()[:16]}",
         "dtype": dtype,
         "kv_cache_dtype": cache.dtype,
-        "attention": cache.backend,
+        "backend": cache.backend,
+        "matmul": model.matmul,
         "max_model_len": str(scheduler.max_model_len),
         "max_num_seqs": str(scheduler.max_num_seqs),
         "max_num_batched_tokens": str(scheduler.max_num_batched_tokens),

@@ -168,7 +168,7 @@ def test_writers_and_readers_at_once(tmp_path: Path, key: dict[str, str], progra
         {"max_num_seqs": 8},
         {"max_model_len": 256},
         {"max_num_batched_tokens": 128},
-        {"attention": "xla"},
+        {"backend": "gpu"},
         {"xla_flags": "--xla_cpu_max_isa=AVX2"},
     ],
 )

@@ -26,7 +26,7 @@ LLAMA31 = RopeConfig(
 def test_rotation_keeps_products_of_equal_distance() -> None:
     """What RoPE is for: q.k depends on the difference of the positions alone."""
     rng = np.random.default_rng(0)
-    q, k = rng.standard_normal((2, 1, 1, 16)).astype(np.float32)
+    q, k = rng.standard_normal((2, 1, 16, 1)).astype(np.float32)
 
     def product(i: int, j: int) -> float:
         turned = [
