@@ -20,7 +20,11 @@ constexpr int kLanes = 8;
 constexpr int kRegisters = 16;
 #else
 constexpr int kLanes = 4;
+#if defined(__aarch64__)
 constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
 #endif
 
 using Vector = float __attribute__((vector_size(4 * kLanes)));
