@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.compilation import CompilationCounter
-from jaxinfer.engine.programs import Programs, compile_programs, first_needed, stage_index
+from jaxinfer.engine.programs import Program, Programs, compile_programs, first_needed, stage_index
 from jaxinfer.engine.resolve import ResolvedConfig
 from jaxinfer.engine.step_batch import StepBatcher
 from jaxinfer.memory.bundle import BundleError, load_in_background, open_bundle, write_bundle
@@ -34,15 +35,13 @@ def prepare_programs(
     its own alone. `meshes` are the stages'.
     """
     if config.bundle is None:
-        return _compile(model, resolved, meshes, counter)
-    directory = Path(config.bundle)
-    devices = [jax.devices()[:1] if mesh is None else list(mesh.devices.flat) for mesh in meshes]
-    key = bundle_key(config, model, resolved.dtype, resolved.cache, resolved.scheduler, devices[0][0])
+        return compile_engine(model, resolved, meshes, counter)
+    directory, key = Path(config.bundle), engine_key(config, model, resolved, meshes)
     try:
-        return _load(directory, key, devices, StepBatcher(resolved.scheduler, resolved.cache))
+        return _load(directory, key, meshes, StepBatcher(resolved.scheduler, resolved.cache))
     except BundleError as error:
         logging.warning("compiling: %s", error)
-    programs = _compile(model, resolved, meshes, counter)
+    programs = compile_engine(model, resolved, meshes, counter)
     try:
         logging.info("wrote the bundle %s", write_bundle(directory, key, programs.by_name()))
     except OSError as error:
@@ -50,20 +49,35 @@ def prepare_programs(
     return programs
 
 
-def _compile(
+def compile_engine(
     model: ModelConfig,
     resolved: ResolvedConfig,
     meshes: Sequence[Mesh | None],
-    counter: CompilationCounter,
+    counter: CompilationCounter | None = None,
+    made: Mapping[str, Program] = MappingProxyType({}),
 ) -> Programs:
+    """All programs that serving can need; `made` are there already. The devices need not be here."""
     stages = abstract_stages(model, jnp.dtype(resolved.dtype), meshes)
-    return compile_programs(stages, resolved.cache, resolved.scheduler, meshes, counter)
+    return compile_programs(stages, resolved.cache, resolved.scheduler, meshes, counter, made)
+
+
+def engine_key(
+    config: EngineConfig, model: ModelConfig, resolved: ResolvedConfig, meshes: Sequence[Mesh | None]
+) -> dict[str, str]:
+    """What the engine's bundle is found by."""
+    device = _devices(meshes[0])[0]
+    return bundle_key(config, model, resolved.dtype, resolved.cache, resolved.scheduler, device)
+
+
+def _devices(mesh: Mesh | None) -> list[Any]:
+    return jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
 
 
 def _load(
-    directory: Path, key: dict[str, str], devices: Sequence[Sequence[Any]], batcher: StepBatcher
+    directory: Path, key: dict[str, str], meshes: Sequence[Mesh | None], batcher: StepBatcher
 ) -> Programs:
-    """Raises BundleError where there is no bundle, or jax cannot load it. `devices` are each stage's."""
+    """Raises BundleError where there is no bundle, or jax cannot load it."""
+    devices = [_devices(mesh) for mesh in meshes]
     bundled = open_bundle(directory, key, lambda name: devices[stage_index(name)])
     programs = Programs.of(batcher, bundled, len(devices))
     with ThreadPoolExecutor(2) as pool:

@@ -63,7 +63,7 @@ def count_compiling(compiled: Engine, monkeypatch: pytest.MonkeyPatch) -> list[i
         counts.append(1)
         return compiled._runner.programs
 
-    monkeypatch.setattr("jaxinfer.engine.prepare._compile", compile_again)
+    monkeypatch.setattr("jaxinfer.engine.prepare.compile_engine", compile_again)
     return counts
 
 
