@@ -120,7 +120,7 @@ class Engine:
         opened_s = time.monotonic()
         with ThreadPoolExecutor(2) as pool:
             programs = pool.submit(
-                prepare_programs, config, self.model_config, resolved, meshes, self._counter
+                prepare_programs, config, self.model_config, resolved, meshes, self._counter, self._hosts
             )
             tokenizer = pool.submit(_load_tokenizer, config, path, reader, cache_dir)
             try:

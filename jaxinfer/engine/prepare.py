@@ -21,6 +21,7 @@ from jaxinfer.engine.step_batch import StepBatcher
 from jaxinfer.memory.bundle import BundleError, load_in_background, open_bundle, write_bundle
 from jaxinfer.memory.bundle_key import bundle_key
 from jaxinfer.models.weights import abstract_stages
+from jaxinfer.parallel.hosts import Hosts
 
 
 def prepare_programs(
@@ -29,18 +30,29 @@ def prepare_programs(
     resolved: ResolvedConfig,
     meshes: Sequence[Mesh | None],
     counter: CompilationCounter,
+    hosts: Hosts | None = None,
 ) -> Programs:
     """All programs that serving can need. With a bundle none is compiled, and those that a first request
     needs are loaded when this returns; a thread loads the others, and a step that comes before waits for
     its own alone. `meshes` are the stages'.
+
+    Of several hosts each has a bundle, or all compile: compilers may talk to each other.
+
+    Raises:
+      HostsError: another host has failed or gone.
     """
     if config.bundle is None:
         return compile_engine(model, resolved, meshes, counter)
     directory, key = Path(config.bundle), engine_key(config, model, resolved, meshes)
-    try:
-        return _load(directory, key, meshes, StepBatcher(resolved.scheduler, resolved.cache))
-    except BundleError as error:
-        logging.warning("compiling: %s", error)
+    loaded = _load(directory, key, meshes, StepBatcher(resolved.scheduler, resolved.cache))
+    if hosts is not None:
+        lacking = [str(i) for i, has in enumerate(hosts.share(isinstance(loaded, Programs))) if not has]
+        if lacking and isinstance(loaded, Programs):
+            loaded = BundleError(f"host {', '.join(lacking)} has no bundle that fits")
+    if isinstance(loaded, Programs):
+        load_in_background(loaded.by_name().values())
+        return loaded
+    logging.warning("compiling: %s", loaded)
     programs = compile_engine(model, resolved, meshes, counter)
     try:
         logging.info("wrote the bundle %s", write_bundle(directory, key, programs.by_name()))
@@ -65,8 +77,11 @@ def engine_key(
     config: EngineConfig, model: ModelConfig, resolved: ResolvedConfig, meshes: Sequence[Mesh | None]
 ) -> dict[str, str]:
     """What the engine's bundle is found by."""
-    device = _devices(meshes[0])[0]
-    return bundle_key(config, model, resolved.dtype, resolved.cache, resolved.scheduler, device)
+    devices = _devices(meshes[0])
+    num_hosts = len({device.process_index for device in devices})
+    return bundle_key(
+        config, model, resolved.dtype, resolved.cache, resolved.scheduler, devices[0], num_hosts
+    )
 
 
 def _devices(mesh: Mesh | None) -> list[Any]:
@@ -75,16 +90,18 @@ def _devices(mesh: Mesh | None) -> list[Any]:
 
 def _load(
     directory: Path, key: dict[str, str], meshes: Sequence[Mesh | None], batcher: StepBatcher
-) -> Programs:
-    """Raises BundleError where there is no bundle, or jax cannot load it."""
+) -> Programs | BundleError:
+    """Those that a first request needs are loaded; or why jax cannot, or that there is no bundle."""
     devices = [_devices(mesh) for mesh in meshes]
-    bundled = open_bundle(directory, key, lambda name: devices[stage_index(name)])
+    try:
+        bundled = open_bundle(directory, key, lambda name: devices[stage_index(name)])
+    except BundleError as error:
+        return error
     programs = Programs.of(batcher, bundled, len(devices))
     with ThreadPoolExecutor(2) as pool:
         first = [pool.submit(bundled[name].load) for name in first_needed(batcher, len(devices))]
     for future in first:
         if error := future.exception():
-            raise BundleError(f"jax cannot load the bundle in {directory}: {error}") from error
-    load_in_background(bundled.values())
+            return BundleError(f"jax cannot load the bundle in {directory}: {error}")
     logging.info("%d programs from the bundle in %s", len(bundled), directory)
     return programs

@@ -72,8 +72,6 @@ def check(config: EngineConfig) -> None:
       ConfigError: names the flag, its value, and what it may be.
     """
     mesh = parse_mesh(config.mesh)
-    if config.hosts is not None and config.bundle is not None:
-        raise ConfigError(f"bundle={config.bundle!r} is not supported on several hosts: leave it out")
     if config.hosts is not None and mesh.pipe > 1:
         raise ConfigError(f"mesh={mesh}: pipeline stages need all devices on one host: use DxT on several")
     for name in ("dtype", "kv_cache_dtype"):

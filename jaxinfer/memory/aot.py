@@ -43,6 +43,10 @@ _SLICES: Mapping[int, Mapping[int, str]] = MappingProxyType(
         3: {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8"},
     }
 )
+# Of these, those that are one host's and that the compiler would not take for one: it gives each 4 chips.
+_ONE_HOST: Mapping[str, list[int]] = MappingProxyType(
+    {"1x1": [1, 1, 1], "1x1x1": [1, 1, 1], "2x4": [2, 4, 1]}
+)
 _COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
@@ -235,7 +239,8 @@ def _described_tpu(chip: Chip, mesh: MeshConfig) -> Sequence[Any]:
         raise ConfigError(
             f"mesh={mesh} has {mesh.num_devices} devices, and {chip.name} slices have {sizes}: use one"
         )
-    options = {"chips_per_host_bounds": [1, 1, 1]} if num_chips == 1 else {}
+    hosts = _ONE_HOST.get(slices[num_chips])
+    options = {"chips_per_host_bounds": hosts} if hosts else {}
     name = f"{chip.name}:{slices[num_chips]}"
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices

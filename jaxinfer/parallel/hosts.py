@@ -163,6 +163,22 @@ class Hosts:
             raise self._refused(str(self._lost or error)) from error
         self._judge(theirs, facts)
 
+    def share(self, fact: Any) -> list[Any]:
+        """What each host says, by its number. Returns when all have called this.
+
+        Args:
+          fact: what this one says; JSON.
+
+        Raises:
+          HostsError: a host failed or has gone.
+        """
+        if not self.leads:
+            self._links[0].send({"fact": fact})
+            return self._links[0].receive()["facts"]
+        facts = [fact, *(self._links[i].receive()["fact"] for i in range(1, self.config.num_hosts))]
+        self.tell({"facts": facts})
+        return facts
+
     def tell(self, message: Message) -> None:
         """From host 0 to all others.
 

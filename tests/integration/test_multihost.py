@@ -27,6 +27,7 @@ TINY_FLAGS = (
     *("--max_num_seqs=4", "--max_num_batched_tokens=64", "--max_model_len=128", "--page_size=8"),
     "--strict_shapes",
 )
+FEW_SHAPES = ("--max_num_seqs=1", "--max_num_batched_tokens=32")
 RNG = np.random.default_rng(0)
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 2},
@@ -161,6 +162,20 @@ def test_the_demo(demo_path: Path, coordinator: str) -> None:
         assert [host.end() for host in hosts] == [0, 0], [host.errors() for host in hosts]
         assert hosts[0].output() == run("generate", *argv, prompt).stdout != ""
         assert hosts[1].output() == ""
+
+
+def test_a_start_from_bundles(tiny: tuple[str, ...], coordinator: str, tmp_path: Path) -> None:
+    """Each host has one of its own, which the first start writes."""
+    argv = (*tiny, *FEW_SHAPES, "--mesh=2x2", "--prompt=Hello", "--max_tokens=8", "--verbosity=0")
+    own = [command("generate", *argv, f"--bundle={tmp_path / name}") for name in ("a", "b")]
+    answers = []
+    for count in (r"[1-9]\d*", "0"):
+        with two_hosts(coordinator, *own) as hosts:
+            assert [host.end() for host in hosts] == [0, 0], [host.errors() for host in hosts]
+            for host in hosts:
+                host.wait_for(f"ready: .* {count} programs compiled, 0 cached")
+            answers.append(hosts[0].output())
+    assert answers[0] == answers[1] != ""
 
 
 COUNT_READ_BYTES = """
@@ -324,8 +339,6 @@ def test_what_several_hosts_cannot_do_is_refused() -> None:
     from jaxinfer.llm import LLM
 
     hosts = HostsConfig("127.0.0.1:1", 2, 0)
-    with pytest.raises(ConfigError, match="bundle='b' is not supported on several hosts"):
-        check(EngineConfig(model="demo", hosts=hosts, bundle="b"))
     with pytest.raises(ConfigError, match="mesh=2x1x4: pipeline stages need all devices on one host"):
         check(EngineConfig(model="demo", hosts=hosts, mesh="2x1x4"))
     with pytest.raises(ConfigError, match="hosts: LLM runs on one host"):

@@ -49,6 +49,7 @@ def test_host_0_tells_the_others_in_order(coordinator: str) -> None:
     for follower in hosts[1:]:
         assert [follower.receive() for _ in sent] == sent
     assert outcomes(*(lambda h=h: h.agree({"checkpoint": "a"}) for h in hosts)) == [None] * 3
+    assert outcomes(*(lambda h=h: h.share(h.config.host_id * 2) for h in hosts)) == [[0, 2, 4]] * 3
     gone: list[str] = []
     for h in hosts[1:]:
         h.watch(gone.append)
