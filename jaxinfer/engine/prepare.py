@@ -18,7 +18,7 @@ from jaxinfer.engine.compilation import CompilationCounter
 from jaxinfer.engine.programs import Program, Programs, compile_programs, first_needed, stage_index
 from jaxinfer.engine.resolve import ResolvedConfig
 from jaxinfer.engine.step_batch import StepBatcher
-from jaxinfer.memory.bundle import BundleError, load_in_background, open_bundle, write_bundle
+from jaxinfer.memory.bundle import BundledProgram, BundleError, load_in_background, open_bundle, write_bundle
 from jaxinfer.memory.bundle_key import bundle_key
 from jaxinfer.models.weights import abstract_stages
 from jaxinfer.parallel.hosts import Hosts
@@ -44,15 +44,17 @@ def prepare_programs(
     if config.bundle is None:
         return compile_engine(model, resolved, meshes, counter)
     directory, key = Path(config.bundle), engine_key(config, model, resolved, meshes)
-    loaded = _load(directory, key, meshes, StepBatcher(resolved.scheduler, resolved.cache))
+    batcher = StepBatcher(resolved.scheduler, resolved.cache)
+    bundled = _load(directory, key, meshes, batcher)
     if hosts is not None:
-        lacking = [str(i) for i, has in enumerate(hosts.share(isinstance(loaded, Programs))) if not has]
-        if lacking and isinstance(loaded, Programs):
-            loaded = BundleError(f"host {', '.join(lacking)} has no bundle that fits")
-    if isinstance(loaded, Programs):
-        load_in_background(loaded.by_name().values())
-        return loaded
-    logging.warning("compiling: %s", loaded)
+        lacking = [str(i) for i, found in enumerate(hosts.share(isinstance(bundled, dict))) if not found]
+        if lacking and isinstance(bundled, dict):
+            bundled = BundleError(f"host {', '.join(lacking)} has no bundle that fits")
+    if isinstance(bundled, dict):
+        load_in_background(bundled.values())
+        logging.info("%d programs from the bundle in %s", len(bundled), directory)
+        return Programs.of(batcher, bundled, len(meshes))
+    logging.warning("compiling: %s", bundled)
     programs = compile_engine(model, resolved, meshes, counter)
     try:
         logging.info("wrote the bundle %s", write_bundle(directory, key, programs.by_name()))
@@ -90,18 +92,16 @@ def _devices(mesh: Mesh | None) -> list[Any]:
 
 def _load(
     directory: Path, key: dict[str, str], meshes: Sequence[Mesh | None], batcher: StepBatcher
-) -> Programs | BundleError:
-    """Those that a first request needs are loaded; or why jax cannot, or that there is no bundle."""
+) -> dict[str, BundledProgram] | BundleError:
+    """By name, those that a first request needs loaded; or why jax cannot, or that there is no bundle."""
     devices = [_devices(mesh) for mesh in meshes]
     try:
         bundled = open_bundle(directory, key, lambda name: devices[stage_index(name)])
     except BundleError as error:
         return error
-    programs = Programs.of(batcher, bundled, len(devices))
     with ThreadPoolExecutor(2) as pool:
         first = [pool.submit(bundled[name].load) for name in first_needed(batcher, len(devices))]
     for future in first:
         if error := future.exception():
             return BundleError(f"jax cannot load the bundle in {directory}: {error}")
-    logging.info("%d programs from the bundle in %s", len(bundled), directory)
-    return programs
+    return bundled
