@@ -77,7 +77,7 @@ def started(config: EngineConfig) -> Iterator[Engine]:
     from jaxinfer.engine.engine import Engine  # imports jax, which takes seconds
 
     hosts = config.hosts
-    with Engine(config) if hosts is None else Engine(config, partial(_lose_host, hosts)) as engine:
+    with Engine(config) if hosts is None else Engine(config, partial(lose_host, hosts)) as engine:
         yield engine
 
 
@@ -90,7 +90,7 @@ def _follow(config: EngineConfig) -> int:
     return 0
 
 
-def _lose_host(hosts: HostsConfig, message: str) -> None:
+def lose_host(hosts: HostsConfig, message: str) -> None:
     """Ends the process from another thread than the one that may be waiting for the lost host."""
 
     def end() -> None:

@@ -61,8 +61,9 @@ class Engine:
     """A model that serves. Not thread safe: one thread calls `add_request`, `abort` and `step`.
 
     On several hosts each has an engine, which plans every step by itself. Host 0 tells the others each of
-    these three calls that it takes, and they make the same (`follow`), so that all plan the same steps. An
-    engine must be used in a `with` statement then, whose end on host 0 ends the others.
+    these three calls that it takes, and they make the same (`follow`), so that all plan the same steps; or all
+    are called alike without that, and compare what with (`agree`). An engine must be used in a `with` statement
+    then, whose end on host 0 ends those that follow.
 
     Attributes:
       config: as given. The parts' own configurations, complete, stand beside it.
@@ -72,12 +73,19 @@ class Engine:
         thread that launches a program: `compute_nothing` takes it out.
     """
 
-    def __init__(self, config: EngineConfig, on_lost_host: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_lost_host: Callable[[str], None] | None = None,
+        *,
+        tells_others: bool = True,
+    ) -> None:
         """Loads and compiles everything.
 
         Args:
           config: what to run.
           on_lost_host: as for the method of this name, from the moment when all hosts have met.
+          tells_others: on host 0 of several, whether the others `follow`; else they are called as this one.
 
         Raises:
           ConfigError, CheckpointError: one line that says what is wrong.
@@ -87,7 +95,8 @@ class Engine:
         self._hosts = None
         if config.hosts is not None:
             self._hosts = Hosts(config.hosts, flags_and_versions(config), on_lost_host)
-        self._followers = self._hosts if self._hosts is not None and self._hosts.leads else None
+        leads = tells_others and self._hosts is not None and self._hosts.leads
+        self._followers = self._hosts if leads else None
         try:
             self._start(config)
         except Exception as error:
@@ -352,6 +361,15 @@ class Engine:
                 case {"step": _}:
                     self.step()
 
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Returns when all hosts have called this, with the same facts: what their next calls will be of.
+
+        Raises:
+          HostsError: on every host, naming the one that differs and in what, or that has gone.
+        """
+        if self._hosts is not None:
+            self._hosts.agree(facts)
+
     def on_lost_host(self, callback: Callable[[str], None]) -> None:
         """Calls back, from another thread, with a line that names a host that has gone; at any moment, also
         while a step waits for it, as jax does for a minute or more.
@@ -365,13 +383,9 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None or self._hosts is None:
-            self._leave(error)
-            return
-        if self._followers is not None:
-            self._followers.tell({"end": None})
-        self._leave()
-        jax.distributed.shutdown()  # returns when all hosts have come here
+        self._leave(error)
+        if error is None and self._hosts is not None:
+            jax.distributed.shutdown()  # returns when all hosts have come here
 
     def _leave(self, error: BaseException | None = None) -> None:
         """Ends the links to the other hosts, where there are any."""

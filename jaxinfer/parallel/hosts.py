@@ -151,8 +151,11 @@ class Hosts:
         """Returns when all hosts have called this, with the same facts.
 
         Raises:
-          HostsError: on every host, naming the one that differs and in what, or that failed or has gone.
+          HostsError: on every host, naming the one that differs and in what, or that failed or has gone; or
+            this host has left.
         """
+        if not self._links:
+            raise HostsError("this host has left the others")
         if not self.leads:
             self._links[0].send({"facts": dict(facts)})
             self._await_verdict(None)
@@ -212,6 +215,8 @@ class Hosts:
         """Ends the links. `failure` is why, where this host failed; the others then say it too."""
         if failure:
             self._send_all({"failed": f"host {self.config.host_id} failed: {failure}"})
+        else:
+            self._send_all({"end": None})
         links, self._links = self._links, {}
         for link in links.values():
             # Where jax loses its coordinator it aborts the process: host 0 goes last.
