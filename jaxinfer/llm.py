@@ -154,7 +154,7 @@ class LLM:
         ]
         if not self._may_run:
             raise ConfigError("hosts: on several hosts LLM must be used in a with statement, which ends them")
-        self.engine.agree(_digest(token_ids, each))
+        self.engine.agree({"prompts": _digest(token_ids), "sampling_params": _digest(each)})
         collected: dict[str, list[TokenOutput]] = {r.request_id: [] for r in requests}
         finished = False
         try:
@@ -173,9 +173,9 @@ class LLM:
         return [_joined(r, t, collected[r.request_id]) for r, t in zip(requests, texts, strict=True)]
 
 
-def _digest(token_ids: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]) -> str:
-    """What hosts know a call by."""
-    return hashlib.sha256(repr((list(token_ids), list(params))).encode()).hexdigest()[:16]
+def _digest(values: Sequence[Any]) -> str:
+    """What hosts compare."""
+    return hashlib.sha256(repr(list(values)).encode()).hexdigest()[:16]
 
 
 def _listed(name: str, values: Any) -> list[Any]:

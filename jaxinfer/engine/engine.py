@@ -61,8 +61,8 @@ class Engine:
     """A model that serves. Not thread safe: one thread calls `add_request`, `abort` and `step`.
 
     On several hosts each has an engine, which plans every step by itself. Host 0 tells the others each of
-    these three calls that it takes, and they make the same (`follow`), so that all plan the same steps; or all
-    are called alike without that, and compare what with (`agree`). An engine must be used in a `with` statement
+    these three calls that it takes, and they make the same (`follow`), so that all plan the same steps; or
+    all are called alike without that, and compare what with (`agree`). It must be used in a `with` statement
     then, whose end on host 0 ends those that follow.
 
     Attributes:
