@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from absl import logging
 from jax.sharding import Mesh
 
-from jaxinfer.config import EngineConfig, parse_mesh
+from jaxinfer.config import ConfigError, EngineConfig, parse_mesh
 from jaxinfer.engine.compilation import (
     CompilationCounter,
     CompiledWhileServingError,
@@ -33,6 +33,7 @@ from jaxinfer.engine.prepare import prepare_programs
 from jaxinfer.engine.resolve import check, resolve
 from jaxinfer.engine.runner import InFlight, Runner
 from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.memory.ledger import DoesNotFitError
 from jaxinfer.memory.measured import MemoryReport
 from jaxinfer.metrics import EngineStats, Metrics
 from jaxinfer.models.families import load_model_config
@@ -121,7 +122,10 @@ class Engine:
         meshes = make_meshes(mesh_config, devices)
         self.model_config = load_model_config(reader, rope_scaling_override=config.rope_scaling)
         device = jax.local_devices()[0]
-        resolved = self._resolved = resolve(config, self.model_config, device)
+        try:
+            resolved = self._resolved = resolve(config, self.model_config, device)
+        except DoesNotFitError as error:
+            raise ConfigError(f"{error}; jaxinfer.plan says what to change") from error
         logging.info("bytes of a device, planned: %s", resolved.ledger)
         self.scheduler_config, self.cache_config = resolved.scheduler, resolved.cache
         self._scheduler = Scheduler(resolved.scheduler, resolved.cache)

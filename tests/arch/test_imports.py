@@ -56,6 +56,7 @@ LAYERS = {
     "jaxinfer.engine.kv_cache": 3,
     "jaxinfer.engine.page_pool": 3,
     "jaxinfer.engine.prefix_cache": 3,
+    "jaxinfer.engine.seq_group": 3,
     "jaxinfer.parallel": 2,
     "jaxinfer.config": 1,
     "jaxinfer.types": 1,
@@ -75,6 +76,7 @@ JAX_FREE = (
     "jaxinfer.engine.page_pool",
     "jaxinfer.engine.prefix_cache",
     "jaxinfer.engine.scheduler",
+    "jaxinfer.engine.seq_group",
     "jaxinfer.text",
     "jaxinfer_checkpoints",
 )

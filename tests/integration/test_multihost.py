@@ -203,9 +203,10 @@ with LLM(**args, **others) as llm:
 def test_a_script_on_two_hosts(bundled: tuple[str, ...], coordinator: str) -> None:
     """Both get the outputs of one process; calls that differ are refused."""
     flags = dict(flag.removeprefix("--").split("=", 1) for flag in bundled if "=" in flag)
-    args = {name: int(value) if value.isdecimal() else value for name, value in flags.items()}
+    args: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in flags.items()}
     params = [SamplingParams(temperature=t, max_tokens=9, ignore_eos=True, n=n) for t, n in ((0, 1), (1, 2))]
-    llm = LLM(**args | {"mesh": "1x1"})
+    alone: dict[str, Any] = {**args, "mesh": "1x1"}
+    llm = LLM(**alone)
     want = []
     for _ in range(2):
         outputs = llm.generate([[1, 2, 3], list(range(50))], params)

@@ -71,6 +71,16 @@ def test_all_name_the_one_that_differs_later(coordinator: str) -> None:
     assert messages(errors) == {"host 1 has checkpoint=b, not a, which must be the same on all hosts"}
 
 
+@pytest.mark.parametrize("ended", [0, 1])
+def test_one_that_has_ended_does_not_agree(ended: int, coordinator: str) -> None:
+    hosts = meet(coordinator, FACTS, FACTS)
+    hosts[ended].leave()
+    with pytest.raises(HostsError, match=rf"host {ended} has (ended|gone)|this host has left"):
+        hosts[1 - ended].agree({"prompts": "a"})
+    with pytest.raises(HostsError, match="this host has left the others"):
+        hosts[ended].agree({"prompts": "a"})
+
+
 def test_those_that_came_name_the_one_that_did_not(coordinator: str) -> None:
     start_s = time.monotonic()
     errors = outcomes(*(lambda i=i: Hosts(config(coordinator, i, timeout_s=1.0), FACTS) for i in (0, 2)))
