@@ -178,18 +178,16 @@ def _show(figures: dict[str, Any]) -> None:
 
 def bench(options: BenchOptions) -> int:
     """Starts an engine, measures, prints the figures and writes them where `--json_out` says."""
-    from jaxinfer.engine.engine import Engine
-
     if options.measurement == "host" and options.engine.mesh != "1x1":
         raise cli.CommandError(f"--mesh={options.engine.mesh}: bench host measures one device; leave it out")
-    engine = Engine(options.engine.replace(strict_shapes=True))  # a figure with a compilation in it is none
     lengths = (options.input_len, options.output_len)
-    if options.measurement == "latency":
-        figures = latency(engine, *lengths, options.num_repeats, options.engine.seed)
-    else:
-        measure = throughput if options.measurement == "throughput" else host
-        figures = measure(engine, options.num_prompts, *lengths, options.engine.seed)
-    figures = engine_figures(engine) | figures
+    with cli.started(options.engine) as engine:
+        if options.measurement == "latency":
+            figures = latency(engine, *lengths, options.num_repeats, options.engine.seed)
+        else:
+            measure = throughput if options.measurement == "throughput" else host
+            figures = measure(engine, options.num_prompts, *lengths, options.engine.seed)
+        figures = engine_figures(engine) | figures
     _show(figures)
     if options.json_out is not None:
         options.json_out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -74,10 +75,15 @@ def run(parse: Callable[[Sequence[str]], Any], command: Callable[[Any], int], ar
 @contextmanager
 def started(config: EngineConfig) -> Iterator[Engine]:
     """The engine of a command. When another host goes, it ends the process, since jax cannot go on."""
-    from jaxinfer.engine.engine import Engine  # imports jax, which takes seconds
-
     hosts = config.hosts
-    with Engine(config) if hosts is None else Engine(config, partial(_lose_host, hosts)) as engine:
+    gc.disable()  # next to nothing that a start makes is garbage, and looking for it takes 5% of the start
+    try:
+        from jaxinfer.engine.engine import Engine  # imports jax, which takes seconds
+
+        engine = Engine(config) if hosts is None else Engine(config, partial(lose_host, hosts))
+    finally:
+        gc.enable()
+    with engine:
         yield engine
 
 
@@ -90,7 +96,7 @@ def _follow(config: EngineConfig) -> int:
     return 0
 
 
-def _lose_host(hosts: HostsConfig, message: str) -> None:
+def lose_host(hosts: HostsConfig, message: str) -> None:
     """Ends the process from another thread than the one that may be waiting for the lost host."""
 
     def end() -> None:

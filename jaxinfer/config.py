@@ -190,6 +190,11 @@ class SchedulerConfig:
         return -(-self.max_num_seqs // self.num_waves)
 
 
+def padded_rows(num_tokens: int, tile: int) -> int:
+    """Rows that a chunk of a prompt takes: whole tiles."""
+    return -(-num_tokens // tile) * tile
+
+
 @dataclass(frozen=True)
 class HostsConfig:
     """The processes, on a machine each, that run one engine together. Host 0 serves, the others follow it.

@@ -175,14 +175,16 @@ def serve_options(argv: Sequence[str]) -> ServeOptions:
 
 def bench_options(argv: Sequence[str], measurements: Sequence[str]) -> BenchOptions:
     """Flags of `jaxinfer.bench`, whose one argument is one of `measurements`."""
-    values = _parse("bench", argv, define_engine, define_bench, arguments="|".join(measurements))
+    values = _parse(
+        "bench", argv, define_engine, define_hosts, define_bench, arguments="|".join(measurements)
+    )
     arguments = values.remaining
     if len(arguments) != 1 or arguments[0] not in measurements:
         given = " ".join(arguments) or "nothing"
         raise UsageError(f"bench measures one of {', '.join(measurements)}, not {given!r}{_HINT}")
     return BenchOptions(
         values.verbosity,
-        engine_config(values),
+        engine_config(values).replace(strict_shapes=True),  # a figure with a compilation in it is none
         arguments[0],
         values.num_prompts,
         values.input_len,
@@ -242,24 +244,38 @@ def engine_config(values: Any) -> EngineConfig:
 
 
 def _hosts(values: Any) -> HostsConfig | None:
-    """By hand, or as the job says, but for what was given."""
-    coordinator, num_hosts, host_id = values.coordinator, values.num_hosts, values.host_id
+    timeout_s = values.preflight_timeout_s if values["preflight_timeout_s"].present else None
     try:
-        if coordinator == "auto":
-            if host_id is not None:
-                raise UsageError(f"flag --host_id={host_id}: --coordinator=auto finds it; leave it out")
-            hosts = find_hosts(os.environ, num_hosts)
-        elif None not in (coordinator, num_hosts, host_id):
-            hosts = HostsConfig(coordinator, num_hosts, host_id)
-        elif coordinator is num_hosts is host_id is None and not values["preflight_timeout_s"].present:
-            return None
-        else:
-            raise UsageError(
-                "flags --coordinator, --num_hosts and --host_id go together; --preflight_timeout_s needs them"
-            )
+        return hosts_of_job(values.coordinator, values.num_hosts, values.host_id, timeout_s)
     except ConfigError as error:
         raise UsageError(f"flag --{error}") from error
-    return hosts and replace(hosts, preflight_timeout_s=float(values.preflight_timeout_s))
+
+
+def hosts_of_job(
+    coordinator: str | None = None,
+    num_hosts: int | None = None,
+    host_id: int | None = None,
+    preflight_timeout_s: float | None = None,
+) -> HostsConfig | None:
+    """The hosts that run an engine together: by hand, or with the coordinator "auto" as the job says, but for
+    what was given; None where there is but this one.
+
+    Raises:
+      ConfigError: too little was given, or there is no such job.
+    """
+    if coordinator == "auto":
+        if host_id is not None:
+            raise ConfigError(f"host_id={host_id}: coordinator=auto finds it; leave it out")
+        hosts = find_hosts(os.environ, num_hosts)
+    elif coordinator is not None and num_hosts is not None and host_id is not None:
+        hosts = HostsConfig(coordinator, num_hosts, host_id)
+    elif coordinator is num_hosts is host_id is preflight_timeout_s is None:
+        return None
+    else:
+        raise ConfigError("coordinator, num_hosts and host_id go together; preflight_timeout_s needs them")
+    if hosts is None or preflight_timeout_s is None:
+        return hosts
+    return replace(hosts, preflight_timeout_s=float(preflight_timeout_s))
 
 
 def describe_absent_tpus() -> None:

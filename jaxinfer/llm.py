@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Integral
+from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
 
+from jaxinfer.cli import lose_host
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.engine.engine import Engine
-from jaxinfer.flags import environment
+from jaxinfer.flags import environment, hosts_of_job
 from jaxinfer.types import (
     CompletionOutput,
     FinishReason,
@@ -29,20 +33,50 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """A model for offline inference: `LLM("demo").generate("Once upon a time")`."""
+    """A model for offline inference: `LLM("demo").generate("Once upon a time")`.
 
-    def __init__(self, model: str, **engine_args: Any) -> None:
+    On several hosts each runs the same script, in which all make the same calls and get the same outputs. It
+    must be used in a `with` statement then. A process whose other hosts go ends, since jax cannot go on.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        coordinator: str | None = None,
+        num_hosts: int | None = None,
+        host_id: int | None = None,
+        preflight_timeout_s: float | None = None,
+        **engine_args: Any,
+    ) -> None:
         """Args:
           model: a path, a Hugging Face id, a .gguf file, or "demo".
+          coordinator: where several hosts run the model: host 0's HOST:PORT, or "auto", which asks the job.
+          num_hosts: how many.
+          host_id: this one, from 0.
+          preflight_timeout_s: seconds in which all hosts must have met.
           **engine_args: fields of `EngineConfig`; those that name directories are as for the commands
             where they are left out.
 
         Raises:
           ConfigError, CheckpointError: one line that says what is wrong.
+          HostsError: of several hosts, one that names the host which is absent, differs or failed.
         """
-        if engine_args.get("hosts") is not None:
-            raise ConfigError("hosts: LLM runs on one host; generate, batch and serve run on several")
-        self.engine = Engine(EngineConfig(model=model, **{**environment(), **engine_args}))
+        hosts = hosts_of_job(coordinator, num_hosts, host_id, preflight_timeout_s)
+        config = EngineConfig(model=model, hosts=hosts, **{**environment(), **engine_args})
+        on_lost_host = None if hosts is None else partial(lose_host, hosts)
+        self.engine = Engine(config, on_lost_host, tells_others=False)
+        self._may_run = hosts is None
+
+    def __enter__(self) -> LLM:
+        self._may_run = True
+        self.engine.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.engine.__exit__(kind, error, trace)
 
     def generate(
         self,
@@ -118,6 +152,9 @@ class LLM:
             Request(f"llm-{now_s}-{i}", ids, p, now_s)
             for i, (ids, p) in enumerate(zip(token_ids, each, strict=True))
         ]
+        if not self._may_run:
+            raise ConfigError("hosts: on several hosts LLM must be used in a with statement, which ends them")
+        self.engine.agree({"prompts": _digest(token_ids), "sampling_params": _digest(each)})
         collected: dict[str, list[TokenOutput]] = {r.request_id: [] for r in requests}
         finished = False
         try:
@@ -134,6 +171,11 @@ class LLM:
                 for request in requests:
                     self.engine.abort(request.request_id)
         return [_joined(r, t, collected[r.request_id]) for r, t in zip(requests, texts, strict=True)]
+
+
+def _digest(values: Sequence[Any]) -> str:
+    """What hosts compare."""
+    return hashlib.sha256(repr(list(values)).encode()).hexdigest()[:16]
 
 
 def _listed(name: str, values: Any) -> list[Any]:

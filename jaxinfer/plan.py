@@ -58,15 +58,19 @@ def _plan(options: PlanOptions) -> int:
             from jaxinfer.memory.aot import (
                 compile_step,
                 compiled_bytes,
+                described_meshes,
                 largest_programs,
                 write_engine_bundle,
             )
 
             describe_absent_tpus()
-            stages = [[compile_step(program) for program in stage] for stage in largest_programs(plan)]
+            meshes = described_meshes(plan)
+            largest = largest_programs(plan, meshes)
+            stages = [[compile_step(program) for program in stage] for stage in largest]
             report["compiled"] = [dataclasses.asdict(step) for steps in stages for step in steps]
             if options.engine.bundle is not None:
-                report["bundle"] = _bundle(plan, write_engine_bundle(options.engine, plan))
+                made = [program for stage in largest for program in stage]
+                report["bundle"] = _bundle(plan, write_engine_bundle(options.engine, plan, meshes, made))
             plan = make_plan(*question, options.mean_len, compiled_bytes(plan, stages))
     except DoesNotFitError as error:
         changes = [dataclasses.asdict(change) for change in advice(error, *question)]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from absl import logging
 from jax.sharding import Mesh
 
-from jaxinfer.config import EngineConfig, parse_mesh
+from jaxinfer.config import ConfigError, EngineConfig, parse_mesh
 from jaxinfer.engine.compilation import (
     CompilationCounter,
     CompiledWhileServingError,
@@ -34,6 +34,7 @@ from jaxinfer.engine.prepare import prepare_programs
 from jaxinfer.engine.resolve import check, resolve
 from jaxinfer.engine.runner import InFlight, Runner
 from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.memory.ledger import DoesNotFitError
 from jaxinfer.memory.measured import MemoryReport
 from jaxinfer.metrics import EngineStats, Metrics
 from jaxinfer.models.families import load_model_config
@@ -62,8 +63,9 @@ class Engine:
     """A model that serves. Not thread safe: one thread calls `add_request`, `abort` and `step`.
 
     On several hosts each has an engine, which plans every step by itself. Host 0 tells the others each of
-    these three calls that it takes, and they make the same (`follow`), so that all plan the same steps. An
-    engine must be used in a `with` statement then, whose end on host 0 ends the others.
+    these three calls that it takes, and they make the same (`follow`), so that all plan the same steps; or
+    all are called alike without that, and compare what with (`agree`). It must be used in a `with` statement
+    then, whose end on host 0 ends those that follow.
 
     Attributes:
       config: as given. The parts' own configurations, complete, stand beside it.
@@ -73,12 +75,19 @@ class Engine:
         thread that launches a program: `compute_nothing` takes it out.
     """
 
-    def __init__(self, config: EngineConfig, on_lost_host: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_lost_host: Callable[[str], None] | None = None,
+        *,
+        tells_others: bool = True,
+    ) -> None:
         """Loads and compiles everything.
 
         Args:
           config: what to run.
           on_lost_host: as for the method of this name, from the moment when all hosts have met.
+          tells_others: on host 0 of several, whether the others `follow`; else they are called as this one.
 
         Raises:
           ConfigError, CheckpointError: one line that says what is wrong.
@@ -88,7 +97,8 @@ class Engine:
         self._hosts = None
         if config.hosts is not None:
             self._hosts = Hosts(config.hosts, flags_and_versions(config), on_lost_host)
-        self._followers = self._hosts if self._hosts is not None and self._hosts.leads else None
+        leads = tells_others and self._hosts is not None and self._hosts.leads
+        self._followers = self._hosts if leads else None
         try:
             self._start(config)
         except Exception as error:
@@ -114,7 +124,11 @@ class Engine:
         self.model_config = load_model_config(reader, rope_scaling_override=config.rope_scaling)
         device = jax.local_devices()[0]
         cpu_kernels = load_cpu_kernels(config, device)
-        resolved = self._resolved = resolve(config, self.model_config, device, cpu_kernels=cpu_kernels)
+        try:
+            resolved = resolve(config, self.model_config, device, cpu_kernels=cpu_kernels)
+        except DoesNotFitError as error:
+            raise ConfigError(f"{error}; jaxinfer.plan says what to change") from error
+        self._resolved = resolved
         self.model_config = replace(self.model_config, matmul=resolved.matmul)
         logging.info("bytes of a device, planned: %s", resolved.ledger)
         self.scheduler_config, self.cache_config = resolved.scheduler, resolved.cache
@@ -123,7 +137,7 @@ class Engine:
         opened_s = time.monotonic()
         with ThreadPoolExecutor(2) as pool:
             programs = pool.submit(
-                prepare_programs, config, self.model_config, resolved, meshes, self._counter
+                prepare_programs, config, self.model_config, resolved, meshes, self._counter, self._hosts
             )
             tokenizer = pool.submit(_load_tokenizer, config, path, reader, cache_dir)
             try:
@@ -355,6 +369,15 @@ class Engine:
                 case {"step": _}:
                     self.step()
 
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Returns when all hosts have called this, with the same facts: what their next calls will be of.
+
+        Raises:
+          HostsError: on every host, naming the one that differs and in what, or that has gone.
+        """
+        if self._hosts is not None:
+            self._hosts.agree(facts)
+
     def on_lost_host(self, callback: Callable[[str], None]) -> None:
         """Calls back, from another thread, with a line that names a host that has gone; at any moment, also
         while a step waits for it, as jax does for a minute or more.
@@ -368,13 +391,9 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None or self._hosts is None:
-            self._leave(error)
-            return
-        if self._followers is not None:
-            self._followers.tell({"end": None})
-        self._leave()
-        jax.distributed.shutdown()  # returns when all hosts have come here
+        self._leave(error)
+        if error is None and self._hosts is not None:
+            jax.distributed.shutdown()  # returns when all hosts have come here
 
     def _leave(self, error: BaseException | None = None) -> None:
         """Ends the links to the other hosts, where there are any."""

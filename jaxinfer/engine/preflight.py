@@ -15,13 +15,14 @@ from jaxinfer_checkpoints import CheckpointReader, fingerprint
 
 # Where things lie may differ, and a checkpoint is known by its fingerprint.
 _OWN_FLAGS = frozenset(
-    {"model", "tokenizer", "revision", "verify", "hosts", "cache_dir", "compilation_cache_dir"}
+    {"model", "tokenizer", "revision", "verify", "hosts", "cache_dir", "compilation_cache_dir", "bundle"}
 )
 
 
 def flags_and_versions(config: EngineConfig) -> dict[str, str]:
     """By name, those that must be the same on all hosts."""
     flags = {f.name: str(getattr(config, f.name)) for f in fields(config) if f.name not in _OWN_FLAGS}
+    flags["bundle"] = "none" if config.bundle is None else "given"
     return {**versions("tpu"), **versions("gpu"), "jaxinfer": source_digest(), **flags}
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -236,29 +237,27 @@ def compile_programs(
     scheduler: SchedulerConfig,
     meshes: Sequence[Mesh | None] = (None,),
     counter: CompilationCounter | None = None,
+    made: Mapping[str, Program] = MappingProxyType({}),
 ) -> Programs:
-    """Compiles all, as many at once as there are cores, and logs what each took.
+    """Compiles all but those that are `made`, as many at once as there are cores, and logs what each took.
 
     The model's `stages`, one a mesh, may be abstract: only their shapes and shardings are read.
     """
     batcher = StepBatcher(scheduler, cache)
     table = CompileTable(counter or CompilationCounter())
-    device = jax.devices()[0] if meshes[0] is None else meshes[0].devices.flat[0]
-
-    def compile_one(name: str, lower: Callable[[], Lowered]) -> Program:
-        tuned = device.platform == "cpu" and name.startswith("prefill_step")
-        return lower().compile(_CPU_PREFILL_OPTIONS if tuned else None)
-
     lowerings: dict[str, Callable[[], Lowered]] = {}
     for stage, mesh in zip(stages, meshes, strict=True):
         lowerings |= step_lowerings(stage, batcher, cache, scheduler, mesh)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as pool:
         futures = {
-            name: pool.submit(table.make, name, compile_one, name, job) for name, job in lowerings.items()
+            name: pool.submit(table.make, name, lambda lower: lower().compile(), lower)
+            for name, lower in lowerings.items()
+            if name not in made
         }
-        programs = {name: future.result() for name, future in futures.items()}
-    table.log(programs)
-    return Programs.of(batcher, programs, len(stages))
+        compiled = {name: future.result() for name, future in futures.items()}
+    table.log(compiled)
+    programs = {**made, **compiled}
+    return Programs.of(batcher, {name: programs[name] for name in lowerings}, len(stages))
 
 
 def step_lowerings(
@@ -286,6 +285,7 @@ def step_lowerings(
     kv_pages = _abstract(jax.eval_shape(lambda: create_kv_pages(config, cache, mesh)), pages_lie)
     slots = _abstract(jax.eval_shape(lambda: create_slots(config, scheduler.max_num_seqs, mesh)), rows_lie)
     attend = make_attention(mesh, cache.backend)
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
     def rows(*shape: int, dtype: DTypeLike = np.int32) -> jax.ShapeDtypeStruct:
         whole = (shape[0] * num_groups(mesh), *shape[1:])
@@ -314,7 +314,9 @@ def step_lowerings(
         args = (params, kv_pages, slots.last_tokens if stage.is_first else handed, batch)
         step = prefill_step if bucket.num_prefill_rows else decode_step
         num_results = 2 if bucket.num_prefill_rows and stage.is_last else 1
-        return _lower(with_model(step), mesh, args, out=(pages_lie, *(rows_lie,) * num_results), donate=1)
+        out = (pages_lie, *(rows_lie,) * num_results)
+        options = _CPU_PREFILL_OPTIONS if bucket.num_prefill_rows and platform == "cpu" else None
+        return _lower(with_model(step), mesh, args, out=out, donate=1, options=options)
 
     def lower_sample(size: int) -> Lowered:
         sampling = _abstract(batcher.neutral_sampling(size), rows_lie)
@@ -363,6 +365,7 @@ def _lower(
     out: Any,
     num_shared: int = 1,
     donate: int | tuple[int, ...] = (),
+    options: dict[str, Any] | None = None,
 ) -> Lowered:
     """Lowers a step for abstract arguments.
 
@@ -373,9 +376,10 @@ def _lower(
       out: on a mesh, where the results lie: a sharding for each, or for all.
       num_shared: leading arguments that groups have in common.
       donate: arguments whose memory the results take.
+      options: the compiler's.
     """
     if mesh is None:
-        return jax.jit(step, donate_argnums=donate).lower(*args)
+        return jax.jit(step, donate_argnums=donate, compiler_options=options).lower(*args)
     whole = over_groups(step, mesh, num_shared=num_shared)
     whole.__name__ = step.__name__
-    return jax.jit(whole, donate_argnums=donate, out_shardings=out).lower(*args)
+    return jax.jit(whole, donate_argnums=donate, out_shardings=out, compiler_options=options).lower(*args)

@@ -15,10 +15,10 @@ from jaxinfer.config import (
     MeshConfig,
     ModelConfig,
     SchedulerConfig,
+    padded_rows,
     parse_mesh,
 )
 from jaxinfer.engine.page_pool import pages_for
-from jaxinfer.engine.step_batch import padded_rows
 from jaxinfer.memory.chips import GIB
 from jaxinfer.memory.ledger import CompiledBytes, DoesNotFitError, Ledger, MemoryModel
 from jaxinfer.parallel.layout import padding
@@ -73,8 +73,6 @@ def check(config: EngineConfig) -> None:
       ConfigError: names the flag, its value, and what it may be.
     """
     mesh = parse_mesh(config.mesh)
-    if config.hosts is not None and config.bundle is not None:
-        raise ConfigError(f"bundle={config.bundle!r} is not supported on several hosts: leave it out")
     if config.hosts is not None and mesh.pipe > 1:
         raise ConfigError(f"mesh={mesh}: pipeline stages need all devices on one host: use DxT on several")
     for name in ("dtype", "kv_cache_dtype"):
@@ -274,7 +272,7 @@ def _available_pages(config: EngineConfig, memory: MemoryModel, total_bytes: int
             f"the model does not fit: {rest.weights / GIB:.2f} GiB of weights and "
             f"{(rest.device_bytes - rest.weights) / GIB:.2f} GiB of all but the KV cache are "
             f"{rest.device_bytes / GIB:.2f} GiB a device, of which {budget_bytes / GIB:.2f} may be used "
-            f"({config.memory_utilization:g} of {total_bytes / GIB:.2f}): jaxinfer.plan says what to change",
+            f"({config.memory_utilization:g} of {total_bytes / GIB:.2f})",
             rest,
             budget_bytes,
         )

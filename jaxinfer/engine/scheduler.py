@@ -45,15 +45,12 @@ the prompt fills a step's budget. A short prompt may be computed by several sibl
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import itertools
-from collections import Counter
-from dataclasses import dataclass
 
-from jaxinfer.config import CacheConfig, ConfigError, SchedulerConfig
-from jaxinfer.engine.page_pool import PagePool, pages_for
-from jaxinfer.engine.prefix_cache import PrefixCache, extend_hashes
+from jaxinfer.config import CacheConfig, ConfigError, SchedulerConfig, padded_rows
+from jaxinfer.engine.page_pool import pages_for
+from jaxinfer.engine.seq_group import Entry, SeqGroup
 from jaxinfer.types import (
     FinishReason,
     RequestError,
@@ -63,39 +60,6 @@ from jaxinfer.types import (
     StepPlan,
     StepResult,
 )
-
-
-@dataclass(eq=False, slots=True)
-class _Group:
-    """What a data-parallel group has: pages, slots, and the sequences that hold them."""
-
-    index: int
-    pool: PagePool
-    prefix_cache: PrefixCache | None
-    free_slots: list[int]  # a heap: the lowest goes first
-    running: list[_Entry]  # in order
-
-
-@dataclass(eq=False, slots=True)
-class _Entry:
-    """What the scheduler knows of an unfinished sequence beyond the sequence itself."""
-
-    sequence: Sequence
-    order: tuple[int, float, int]  # priority, arrival, seq_id
-    # Of the latest admission:
-    group: _Group | None = None
-    wave: int = 0
-    prefill_end: int = 0  # tokens that its prefill computes
-    first_step_id: int = 0
-    num_registered_pages: int = 0  # full pages that the prefix cache has been offered
-    page_ids: tuple[int, ...] = ()  # the sequence's, as a tuple that is made anew only when they change
-
-    def __lt__(self, other: _Entry) -> bool:
-        return self.order < other.order
-
-    @property
-    def in_prefill(self) -> bool:
-        return self.sequence.num_computed_tokens < self.prefill_end
 
 
 class Scheduler:
@@ -115,25 +79,20 @@ class Scheduler:
         self._tile = config.prefill_tile
         # A preempted sequence's prompt is all its tokens, so any length up to the limit must fit.
         chunked = config.enable_chunked_prefill
-        min_rows = self._rows(1 if chunked else config.max_model_len)
+        min_rows = padded_rows(1 if chunked else config.max_model_len, self._tile)
         if config.max_num_batched_tokens < min_rows:
             what = "a tile" if chunked else "max_model_len, or enable_chunked_prefill must be on"
             raise ConfigError(
                 f"max_num_batched_tokens={config.max_num_batched_tokens} must be at least {min_rows} "
                 f"to hold {what}"
             )
-        self._groups = [self._make_group(index, cache) for index in range(config.num_groups)]
-        self._waiting: list[_Entry] = []  # a heap; entries that ended are dropped when they come first
+        self._groups = [SeqGroup(index, config, cache) for index in range(config.num_groups)]
+        self._waiting: list[Entry] = []  # a heap; entries that ended are dropped when they come first
         self._num_waiting = 0
-        self._entries: dict[int, _Entry] = {}  # by seq_id, the unfinished
+        self._entries: dict[int, Entry] = {}  # by seq_id, the unfinished
         self._requests: dict[str, list[Sequence]] = {}  # by request_id, the unfinished
         self._next_step_id = 0
         self._waves = itertools.cycle(range(config.num_waves))
-
-    def _make_group(self, index: int, cache: CacheConfig) -> _Group:
-        prefix_cache = PrefixCache(cache.page_size) if self._config.enable_prefix_caching else None
-        pool = PagePool(cache.num_pages, None if prefix_cache is None else prefix_cache.forget)
-        return _Group(index, pool, prefix_cache, list(range(self._config.max_num_seqs)), [])
 
     @property
     def num_waiting(self) -> int:
@@ -191,7 +150,7 @@ class Scheduler:
             )
         request = sequence.request
         priority = request.priority if self._config.scheduling == "priority" else 0
-        entry = _Entry(sequence, (priority, request.arrival_time_s, sequence.seq_id))
+        entry = Entry(sequence, (priority, request.arrival_time_s, sequence.seq_id))
         self._entries[sequence.seq_id] = entry
         self._requests.setdefault(request.request_id, []).append(sequence)
         self._wait(entry)
@@ -210,8 +169,8 @@ class Scheduler:
         entry = self._entries.pop(sequence.seq_id, None)
         if entry is None:
             return
-        if sequence.status is SequenceStatus.RUNNING:
-            self._release(entry)
+        if entry.group is not None:
+            entry.group.release(entry)
         else:
             self._num_waiting -= 1
         sequence.status = SequenceStatus.FINISHED
@@ -260,8 +219,8 @@ class Scheduler:
             if entry is None:
                 continue
             # Not where it was preempted since: those pages are another's by now.
-            if sequence.status is SequenceStatus.RUNNING and plan.step_id >= entry.first_step_id:
-                self._register_pages(entry, item.start + item.num_tokens)
+            if entry.group is not None and plan.step_id >= entry.first_step_id:
+                entry.group.register_pages(entry, item.start + item.num_tokens)
             if item.samples:
                 sequence.num_inflight_samples -= 1
                 self._append(sequence, result.sampled[sequence.seq_id].token_id)
@@ -270,29 +229,18 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises AssertionError unless pages, slots and queues agree, as they do between any two calls."""
-        for group in self._groups:
-            self._check_group(group)
+        faults = [fault for group in self._groups for fault in group.faults()]
         waiting = [e.sequence for e in self._waiting if e.sequence.status is SequenceStatus.WAITING]
-        _agree(
-            (len(waiting) == self._num_waiting, "number of the waiting"),
-            (len(waiting) + self.num_running == len(self._entries), "number of the unfinished"),
-            (not any(s.page_ids or s.slot is not None for s in waiting), "the waiting hold nothing"),
-        )
+        if len(waiting) != self._num_waiting:
+            faults.append("number of the waiting")
+        if len(waiting) + self.num_running != len(self._entries):
+            faults.append("number of the unfinished")
+        if any(s.page_ids or s.slot is not None for s in waiting):
+            faults.append("what the waiting hold")
+        if faults:
+            raise AssertionError(f"the scheduler's books don't agree: {', '.join(faults)}")
 
-    def _check_group(self, group: _Group) -> None:
-        pool, running = group.pool, [entry.sequence for entry in group.running]
-        pool.check()
-        owners = Counter(page_id for sequence in running for page_id in sequence.page_ids)
-        slots = group.free_slots + [sequence.slot for sequence in running if sequence.slot is not None]
-        _agree(
-            (all(owners[i] == pool.ref_count(i) for i in range(pool.num_pages)), "page owners"),
-            (sorted(slots) == list(range(self._config.max_num_seqs)), "slots"),
-            (group.running == sorted(group.running), "order of the running"),
-            (all(e.group is group for e in group.running), "groups of the running"),
-            (all(e.page_ids == tuple(e.sequence.page_ids) for e in group.running), "page tuples"),
-        )
-
-    def _decode(self, group: _Group, wave: int) -> list[ScheduledSeq]:
+    def _decode(self, group: SeqGroup, wave: int) -> list[ScheduledSeq]:
         """The next token of each sequence whose prompt is computed, preempting where pages run out."""
         items: list[ScheduledSeq] = []
         # Those preempted are the last of the list, so never one that was passed.
@@ -306,29 +254,27 @@ class Scheduler:
             items.append(self._scheduled(entry, num_tokens - 1, num_tokens, ()))
         return items
 
-    def _grow(self, group: _Group, entry: _Entry, num_pages: int) -> bool:
+    def _grow(self, group: SeqGroup, entry: Entry, num_pages: int) -> bool:
         """Gives a running sequence its pages; False where it was itself preempted for want of one."""
-        sequence = entry.sequence
-        num_missing = num_pages - len(sequence.page_ids)
+        num_missing = num_pages - len(entry.sequence.page_ids)
         if num_missing <= 0:
             return True
-        while (page_ids := group.pool.allocate(num_missing)) is None:
+        while not group.grow(entry, num_missing):
             victim = group.running[-1]
             self._preempt(victim)
             if victim is entry:
                 return False
-        sequence.page_ids += page_ids
-        entry.page_ids = tuple(sequence.page_ids)
         return True
 
-    def _preempt(self, entry: _Entry) -> None:
+    def _preempt(self, entry: Entry) -> None:
         """Sends a running sequence back to wait, to be computed again. Tokens in flight are still read."""
-        self._release(entry)
+        assert entry.group is not None
+        entry.group.release(entry)
         entry.sequence.num_computed_tokens = 0
         entry.sequence.num_preemptions += 1
         self._wait(entry)
 
-    def _continue_prefills(self, group: _Group, wave: int, num_rows: int) -> tuple[list[ScheduledSeq], int]:
+    def _continue_prefills(self, group: SeqGroup, wave: int, num_rows: int) -> tuple[list[ScheduledSeq], int]:
         """Further chunks of prompts under way, and what is left of the budget `num_rows`."""
         items: list[ScheduledSeq] = []
         for entry in group.running:
@@ -336,7 +282,7 @@ class Scheduler:
                 break
             if entry.wave == wave and entry.in_prefill:
                 items.append(self._chunk(entry, num_rows))
-                num_rows -= self._rows(items[-1].num_tokens)
+                num_rows -= padded_rows(items[-1].num_tokens, self._tile)
         return items, num_rows
 
     def _admit(self, wave: int, budgets: list[int]) -> list[ScheduledSeq]:
@@ -353,86 +299,51 @@ class Scheduler:
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
             entry.wave = wave
-            entry.sequence.slot = heapq.heappop(group.free_slots)
-            entry.sequence.status = SequenceStatus.RUNNING
-            bisect.insort(group.running, entry)
+            group.start(entry)
             items.append(self._chunk(entry, budgets[group.index], first=True))
-            budgets[group.index] -= self._rows(items[-1].num_tokens)
+            budgets[group.index] -= padded_rows(items[-1].num_tokens, self._tile)
         return items
 
-    def _place(self, entry: _Entry, wave: int, budgets: list[int]) -> _Group | None:
+    def _place(self, entry: Entry, wave: int, budgets: list[int]) -> SeqGroup | None:
         """Gives a waiting sequence pages in the group where it costs least; None where it can't start yet.
 
         The cost is the pages that it has to compute and the sequences that it would run with: a long
         cached prefix outweighs a fuller group, a short one doesn't.
         """
         num_pages = pages_for(len(entry.sequence.token_ids), self._page_size)
+        chunked = self._config.enable_chunked_prefill
         costs: list[tuple[int, int, list[int]]] = []
         for group in self._groups:
-            if group.free_slots and budgets[group.index] >= self._tile and self._may_grow(group, wave):
-                cached = self._cached_pages(group, entry.sequence)
+            if group.has_free_slot and budgets[group.index] >= self._tile and self._may_grow(group, wave):
+                cached = group.cached_pages(entry.sequence)
                 costs.append((num_pages - len(cached) + len(group.running), group.index, cached))
         for _, index, cached in sorted(costs):
-            if self._take_pages(self._groups[index], entry, cached, budgets[index]):
+            num_missing = len(entry.sequence.token_ids) - len(cached) * self._page_size
+            whole = padded_rows(num_missing, self._tile) <= budgets[index]
+            if (chunked or whole) and self._groups[index].take_pages(entry, cached):
+                entry.first_step_id = self._next_step_id
                 return self._groups[index]
         return None
 
-    def _may_grow(self, group: _Group, wave: int) -> bool:
+    def _may_grow(self, group: SeqGroup, wave: int) -> bool:
         """Whether a wave has less than its part of the sequences that run and wait."""
         num_waiting = -(-self._num_waiting // len(self._groups))
         num_seqs = min(len(group.running) + num_waiting, self._config.max_num_seqs)
         return sum(entry.wave == wave for entry in group.running) < -(-num_seqs // self._config.num_waves)
 
-    def _cached_pages(self, group: _Group, sequence: Sequence) -> list[int]:
-        # Log-probabilities of the prompt need the logits of all of it, so nothing is matched there.
-        if group.prefix_cache is None or sequence.request.params.prompt_logprobs is not None:
-            return []
-        return group.prefix_cache.match(sequence.token_ids, sequence.page_hashes)
-
-    def _take_pages(self, group: _Group, entry: _Entry, cached: list[int], num_rows: int) -> bool:
-        """Gives a waiting sequence pages for all its tokens; False, and none, where they don't fit.
-
-        Args:
-          group: whose pages.
-          entry: the sequence.
-          cached: the pages that hold its prefix.
-          num_rows: the group's budget.
-        """
-        sequence, pool = entry.sequence, group.pool
-        num_tokens = len(sequence.token_ids)
-        num_cached_tokens = len(cached) * self._page_size
-        if not self._config.enable_chunked_prefill and self._rows(num_tokens - num_cached_tokens) > num_rows:
-            return False
-        for page_id in cached:
-            pool.share(page_id)
-        num_missing = pages_for(num_tokens, self._page_size) - len(cached)
-        if num_missing + len(group.running) > pool.num_free:
-            pool.release(cached)
-            return False
-        sequence.page_ids = cached + (pool.allocate(num_missing) or [])
-        sequence.num_computed_tokens = num_cached_tokens
-        if not sequence.num_preemptions:
-            sequence.num_cached_tokens = num_cached_tokens
-        entry.group = group
-        entry.page_ids = tuple(sequence.page_ids)
-        entry.prefill_end = num_tokens
-        entry.first_step_id = self._next_step_id
-        entry.num_registered_pages = len(cached)
-        return True
-
-    def _chunk(self, entry: _Entry, num_rows: int, first: bool = False) -> ScheduledSeq:
+    def _chunk(self, entry: Entry, num_rows: int, first: bool = False) -> ScheduledSeq:
         """The next chunk of a prefill, within a budget of one tile of rows or more.
 
         A chunk that doesn't end the prefill ends at a multiple of the tile, so that its rows, and
         those of the chunks after it, hold no padding.
         """
         start, end = entry.sequence.num_computed_tokens, entry.prefill_end
-        if self._rows(end - start) > num_rows:
+        if padded_rows(end - start, self._tile) > num_rows:
             end = (start + num_rows // self._tile * self._tile) // self._tile * self._tile
         return self._scheduled(entry, start, end, tuple(entry.sequence.token_ids[start:end]), first)
 
     def _scheduled(
-        self, entry: _Entry, start: int, end: int, token_ids: tuple[int, ...], first: bool = False
+        self, entry: Entry, start: int, end: int, token_ids: tuple[int, ...], first: bool = False
     ) -> ScheduledSeq:
         """Puts tokens [start, end) of a running sequence in the step, and counts them as computed."""
         sequence = entry.sequence
@@ -446,24 +357,6 @@ class Scheduler:
             sequence, group, slot, start, end - start, token_ids, entry.page_ids, samples, first
         )
 
-    def _rows(self, num_tokens: int) -> int:
-        """Rows that a chunk takes of the budget."""
-        return -(-num_tokens // self._tile) * self._tile
-
-    def _register_pages(self, entry: _Entry, num_tokens: int) -> None:
-        """Offers the prefix cache the full pages among a sequence's first `num_tokens`, now computed."""
-        num_pages = num_tokens // self._page_size
-        assert entry.group is not None
-        pool, prefix_cache = entry.group.pool, entry.group.prefix_cache
-        if prefix_cache is None or num_pages <= entry.num_registered_pages:
-            return
-        sequence = entry.sequence
-        extend_hashes(sequence.page_hashes, sequence.token_ids, num_pages, self._page_size)
-        for i in range(entry.num_registered_pages, num_pages):
-            if prefix_cache.insert(sequence.page_hashes[i], sequence.page_ids[i]):
-                pool.keep(sequence.page_ids[i])
-        entry.num_registered_pages = num_pages
-
     def _append(self, sequence: Sequence, token_id: int) -> None:
         """Adds a sampled token, and ends the sequence where it is its last."""
         sequence.token_ids.append(token_id)
@@ -474,26 +367,7 @@ class Scheduler:
         elif len(sequence.token_ids) >= sequence.max_total_tokens:
             self.finish(sequence, FinishReason.LENGTH)
 
-    def _wait(self, entry: _Entry) -> None:
+    def _wait(self, entry: Entry) -> None:
         entry.sequence.status = SequenceStatus.WAITING
         heapq.heappush(self._waiting, entry)
         self._num_waiting += 1
-
-    def _release(self, entry: _Entry) -> None:
-        """Takes the pages and the slot from a running sequence."""
-        sequence, group = entry.sequence, entry.group
-        assert sequence.slot is not None
-        assert group is not None
-        group.pool.release(sequence.page_ids)
-        sequence.page_ids = []
-        entry.page_ids = ()
-        heapq.heappush(group.free_slots, sequence.slot)
-        sequence.slot = None
-        group.running.remove(entry)
-        entry.group = None
-
-
-def _agree(*checks: tuple[bool, str]) -> None:
-    for holds, what in checks:
-        if not holds:
-            raise AssertionError(f"the scheduler's books don't agree: {what}")

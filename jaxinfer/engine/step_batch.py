@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.config import CacheConfig, SchedulerConfig
+from jaxinfer.config import CacheConfig, SchedulerConfig, padded_rows
 from jaxinfer.memory.ledger import page_table_width
 from jaxinfer.ops.sampling import SamplingBatch, SamplingRows
 from jaxinfer.types import ScheduledSeq, StepPlan
@@ -300,11 +300,6 @@ class _GroupBatcher:
     def _write_index(self, slot: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
         page_ids = self._page_table[slot, positions // self._page_size]
         return page_ids * self._page_size + positions % self._page_size
-
-
-def padded_rows(num_tokens: int, tile: int) -> int:
-    """Rows that a chunk takes: whole tiles."""
-    return -(-num_tokens // tile) * tile
 
 
 def _target_ids(prefills: tuple[tuple[int, ScheduledSeq], ...], num_rows: int) -> np.ndarray:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,21 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
-from jax.stages import Lowered
+from jax.stages import Compiled, Lowered
 
 from jaxinfer.config import ConfigError, EngineConfig, MeshConfig
 from jaxinfer.engine.compilation import bypass_persistent_cache
-from jaxinfer.engine.programs import (
-    compile_programs,
-    forward_name,
-    logprobs_name,
-    sample_name,
-    stage_name,
-    step_lowerings,
-)
+from jaxinfer.engine.prepare import compile_engine, engine_key
+from jaxinfer.engine.programs import forward_name, logprobs_name, sample_name, stage_name, step_lowerings
 from jaxinfer.engine.step_batch import StepBatcher
 from jaxinfer.memory.bundle import write_bundle
-from jaxinfer.memory.bundle_key import bundle_key
 from jaxinfer.memory.chips import Chip
 from jaxinfer.memory.gpu_targets import GPU_TARGETS
 from jaxinfer.memory.ledger import CompiledBytes
@@ -48,6 +42,10 @@ _SLICES: Mapping[int, Mapping[int, str]] = MappingProxyType(
         2: {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"},
         3: {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8"},
     }
+)
+# Of these, those that are one host's and that the compiler would not take for one: it gives each 4 chips.
+_ONE_HOST: Mapping[str, list[int]] = MappingProxyType(
+    {"1x1": [1, 1, 1], "1x1x1": [1, 1, 1], "2x4": [2, 4, 1]}
 )
 _COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -97,15 +95,24 @@ class LargestProgram:
     lower: Callable[[], Lowered]
     num_programs: int
 
+    @cached_property
+    def compiled(self) -> Compiled:
+        """Compiled once.
 
-def largest_programs(plan: Plan) -> tuple[tuple[LargestProgram, ...], ...]:
+        Raises:
+          ConfigError: the compiler finds that it does not fit.
+        """
+        try:
+            return self.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{self.name} does not compile: {reason[:_MAX_REASON]}") from error
+
+
+def largest_programs(plan: Plan, meshes: Sequence[Mesh | None]) -> tuple[tuple[LargestProgram, ...], ...]:
     """Of each pipeline stage of a plan the decode and the prefill step; of the last stage also the sampling
-    and the prompt log-probabilities step.
-
-    Raises:
-      ConfigError: the compiler for the chip is not installed, or has no such slice.
+    and the prompt log-probabilities step. `meshes` are the stages'.
     """
-    meshes = _described_meshes(plan.chip, plan.mesh)
     stages = abstract_stages(plan.model, jnp.dtype(plan.resolved.dtype), meshes)
     return tuple(_largest_of_stage(plan, *stage) for stage in zip(stages, meshes, strict=True))
 
@@ -136,11 +143,7 @@ def compile_step(program: LargestProgram) -> CompiledStep:
       ConfigError: the compiler finds that it does not fit.
     """
     start_s = time.monotonic()
-    try:
-        compiled = program.lower().compile()
-    except jax.errors.JaxRuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{program.name} does not compile: {reason[:_MAX_REASON]}") from error
+    compiled = program.compiled
     seconds = time.monotonic() - start_s
     memory = compiled.memory_analysis()
     if memory is None:
@@ -159,23 +162,21 @@ def compile_step(program: LargestProgram) -> CompiledStep:
     )
 
 
-def write_engine_bundle(config: EngineConfig, plan: Plan) -> Path:
-    """Compiles every program that the engine would serve with there, and writes them to `config.bundle`.
+def write_engine_bundle(
+    config: EngineConfig, plan: Plan, meshes: Sequence[Mesh | None], made: Sequence[LargestProgram]
+) -> Path:
+    """Writes every program that the engine would serve with there to `config.bundle`; `made` are compiled.
 
     An engine finds the bundle where it has the plan's number of pages and length limit: the same flags give
     them, but for what its devices' memory is more or less than the chip's published one.
 
     Raises:
-      ConfigError: the compiler for the chip is not installed, or has no such slice.
       OSError: it cannot be written.
     """
     assert config.bundle is not None
-    bypass_persistent_cache()
-    resolved, meshes = plan.resolved, _described_meshes(plan.chip, plan.mesh)
-    stages = abstract_stages(plan.model, jnp.dtype(resolved.dtype), meshes)
-    programs = compile_programs(stages, resolved.cache, resolved.scheduler, meshes)
-    device = jax.devices("cpu")[0] if meshes[0] is None else meshes[0].devices.flat[0]
-    key = bundle_key(config, plan.model, resolved.dtype, resolved.cache, resolved.scheduler, device)
+    known = {program.name: program.compiled for program in made}
+    programs = compile_engine(plan.model, plan.resolved, meshes, made=known)
+    key = engine_key(config, plan.model, plan.resolved, meshes)
     return write_bundle(Path(config.bundle), key, programs.by_name())
 
 
@@ -194,12 +195,18 @@ def compiled_bytes(plan: Plan, stages: Sequence[Sequence[CompiledStep]]) -> tupl
     return tuple(found)
 
 
-def _described_meshes(chip: Chip, mesh: MeshConfig) -> tuple[Mesh | None, ...]:
-    """Each stage's mesh, over devices of a described topology; over the CPU's own for `cpu`."""
+def described_meshes(plan: Plan) -> tuple[Mesh | None, ...]:
+    """Each stage's mesh, over devices of a described topology; over the CPU's own for `cpu`. From then on
+    everything is compiled anew.
+
+    Raises:
+      ConfigError: the compiler for the chip is not installed, or has no such slice.
+    """
+    # Programs for absent devices cannot be read back from the cache here, and those in it not be bundled.
+    bypass_persistent_cache()
+    chip, mesh = plan.chip, plan.mesh
     if chip.platform == "cpu":
         return make_meshes(mesh, jax.devices("cpu"))
-    # Programs for absent devices cannot be read back from the cache here.
-    jax.config.update("jax_enable_compilation_cache", False)
     describe = _described_tpu if chip.platform == "tpu" else _described_gpus
     # Even one device needs a mesh, which says that it is not this machine's.
     return (mesh_over(describe(chip, mesh.stage), mesh),) * mesh.pipe
@@ -232,7 +239,8 @@ def _described_tpu(chip: Chip, mesh: MeshConfig) -> Sequence[Any]:
         raise ConfigError(
             f"mesh={mesh} has {mesh.num_devices} devices, and {chip.name} slices have {sizes}: use one"
         )
-    options = {"chips_per_host_bounds": [1, 1, 1]} if num_chips == 1 else {}
+    hosts = _ONE_HOST.get(slices[num_chips])
+    options = {"chips_per_host_bounds": hosts} if hosts else {}
     name = f"{chip.name}:{slices[num_chips]}"
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices

@@ -46,6 +46,7 @@ def bundle_key(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     device: Device,
+    num_hosts: int = 1,
 ) -> dict[str, str]:
     """The key, a name and a value for each thing that must agree.
 
@@ -56,6 +57,7 @@ def bundle_key(
       cache: the sizes of the KV cache.
       scheduler: the limits of a step.
       device: one of the mesh's, which are all alike.
+      num_hosts: that the mesh spans.
     """
     # What a checkpoint says of its tokens shapes no program; whose products they are is said apart.
     shape = repr(replace(model, bos_token_id=None, eos_token_ids=(), matmul="xla"))
@@ -63,6 +65,7 @@ def bundle_key(
         "platform": device.platform,
         "device_kind": device.device_kind,
         "mesh": config.mesh,
+        "num_hosts": str(num_hosts),
         "model": f"{model.architecture} {hashlib.sha256(shape.encode()).hexdigest()[:16]}",
         "dtype": dtype,
         "kv_cache_dtype": cache.dtype,

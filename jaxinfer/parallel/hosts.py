@@ -86,6 +86,13 @@ class Link:
             raise HostsError(message["refused"])
         return message
 
+    def expect(self, what: str, timeout_s: float | None = None) -> Any:
+        """What the next message says under that name; raises as `receive`, and where the other end ended."""
+        message = self.receive(timeout_s)
+        if what not in message:
+            raise HostsError(f"{self.name} has ended")
+        return message[what]
+
     def close(self, wait_s: float = 0.0) -> None:
         """The other end reads what was sent, then that this one is gone. Waits for it to go too."""
         with contextlib.suppress(OSError):  # the other end was first
@@ -151,8 +158,11 @@ class Hosts:
         """Returns when all hosts have called this, with the same facts.
 
         Raises:
-          HostsError: on every host, naming the one that differs and in what, or that failed or has gone.
+          HostsError: on every host, naming the one that differs and in what, or that failed or has gone; or
+            this host has left.
         """
+        if not self._links:
+            raise HostsError("this host has left the others")
         if not self.leads:
             self._links[0].send({"facts": dict(facts)})
             self._await_verdict(None)
@@ -162,6 +172,22 @@ class Hosts:
         except HostsError as error:
             raise self._refused(str(self._lost or error)) from error
         self._judge(theirs, facts)
+
+    def share(self, fact: Any) -> list[Any]:
+        """What each host says, by its number. Returns when all have called this.
+
+        Args:
+          fact: what this one says; JSON.
+
+        Raises:
+          HostsError: a host failed or has gone.
+        """
+        if not self.leads:
+            self._links[0].send({"fact": fact})
+            return self._links[0].expect("facts")
+        facts = [fact, *(self._links[i].expect("fact") for i in range(1, self.config.num_hosts))]
+        self.tell({"facts": facts})
+        return facts
 
     def tell(self, message: Message) -> None:
         """From host 0 to all others.
@@ -194,9 +220,13 @@ class Hosts:
 
     def leave(self, failure: str = "") -> None:
         """Ends the links. `failure` is why, where this host failed; the others then say it too."""
+        message: Message = {"end": None}
         if failure:
-            self._send_all({"failed": f"host {self.config.host_id} failed: {failure}"})
-        links, self._links = self._links, {}
+            message = {"failed": f"host {self.config.host_id} failed: {failure}"}
+        links, self._links = self._links, {}  # from here on nobody who goes is missed
+        for link in links.values():
+            with contextlib.suppress(HostsError):
+                link.send(message)
         for link in links.values():
             # Where jax loses its coordinator it aborts the process: host 0 goes last.
             link.close(LEAVING_S if failure and self.leads else 0.0)
@@ -241,7 +271,7 @@ class Hosts:
 
     def _await_verdict(self, timeout_s: float | None) -> None:
         try:
-            self._links[0].receive(timeout_s)
+            self._links[0].expect("agreed", timeout_s)
         except TimeoutError:
             raise HostsError(f"host 0 has said nothing for {timeout_s:g} s") from None
 
@@ -264,10 +294,10 @@ class Hosts:
     def _late_facts(self, link: Link) -> Facts:
         """A download may take one host longer than the others, so there is no limit."""
         try:
-            return link.receive(self.config.preflight_timeout_s)["facts"]
+            return link.expect("facts", self.config.preflight_timeout_s)
         except TimeoutError:
             logging.warning("waiting for %s", link.name)
-            return link.receive()["facts"]
+            return link.expect("facts")
 
     def _accept(self, listener: socket.socket, deadline_s: float) -> dict[int, Facts]:
         """The facts of the hosts that come in time, by number."""

@@ -21,6 +21,7 @@ from jaxinfer.config import ConfigError, MeshConfig, ModelConfig
 from jaxinfer.parallel.layout import split_axis
 
 DATA, TENSOR = "data", "tensor"
+_MAX_SIMULATED = 16  # devices that a CPU is worth dividing into
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh | None:
@@ -60,11 +61,12 @@ def mesh_over(devices: Sequence[Any], config: MeshConfig) -> Mesh:
 
 def _check_number(config: MeshConfig, devices: Sequence[Any]) -> None:
     if config.num_devices > len(devices):
-        raise ConfigError(
-            f"mesh={config} needs {config.num_devices} devices, and {len(devices)} "
-            f"({devices[0].platform}) are here; to try it on a CPU, set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={config.num_devices} JAX_PLATFORMS=cpu"
-        )
+        count = f"{len(devices)} ({devices[0].platform}) {'is' if len(devices) == 1 else 'are'} here"
+        advice = "use one of no more"
+        if config.num_devices <= _MAX_SIMULATED:
+            option = f"--xla_force_host_platform_device_count={config.num_devices}"
+            advice += f", or, to try it on a CPU, set XLA_FLAGS={option} JAX_PLATFORMS=cpu"
+        raise ConfigError(f"mesh={config} needs {config.num_devices} devices, and {count}: {advice}")
 
 
 def num_groups(mesh: Mesh | None) -> int:

@@ -57,6 +57,7 @@ LAYERS = {
     "jaxinfer.engine.kv_cache": 3,
     "jaxinfer.engine.page_pool": 3,
     "jaxinfer.engine.prefix_cache": 3,
+    "jaxinfer.engine.seq_group": 3,
     "jaxinfer.parallel": 2,
     "jaxinfer.config": 1,
     "jaxinfer.types": 1,
@@ -76,6 +77,7 @@ JAX_FREE = (
     "jaxinfer.engine.page_pool",
     "jaxinfer.engine.prefix_cache",
     "jaxinfer.engine.scheduler",
+    "jaxinfer.engine.seq_group",
     "jaxinfer.text",
     "jaxinfer_checkpoints",
 )

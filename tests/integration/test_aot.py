@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.memory.aot import compile_step, largest_programs
+from jaxinfer.memory.aot import compile_step, described_meshes, largest_programs
 from jaxinfer.memory.chips import GIB, find_chip
 from jaxinfer.memory.planning import make_plan
 from jaxinfer.models.families import model_config_from
@@ -115,7 +115,7 @@ def test_other_chips(chip: str, num_layers: int) -> None:
     model = model_config_from(config, "safetensors")
     engine = EngineConfig(LLAMA_8B, mesh="2x4", max_model_len=8192)
     plan = make_plan(engine, model, find_chip(chip), "none", mean_len=1)
-    (programs,) = largest_programs(plan)
+    (programs,) = largest_programs(plan, described_meshes(plan))
     decode, prefill = (compile_step(program) for program in programs[:2])
     pages = decode.alias_bytes / plan.resolved.memory.stages[0].page_bytes
     assert pages == int(pages) > 10_000  # all pages, in all layers

@@ -6,14 +6,19 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import jax
 import pytest
 from absl import logging
 
 from jaxinfer import plan
+from jaxinfer.engine.compilation import CompilationCounter
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.prepare import prepare_programs
 from jaxinfer.engine.programs import Programs
+from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.types import SamplingParams
 from tests.integration.engines import MODELS, make_engine, run, tokens, write_byte_tokenizer
 from tests.integration.processes import ENGINE_FLAGS
@@ -63,7 +68,7 @@ def count_compiling(compiled: Engine, monkeypatch: pytest.MonkeyPatch) -> list[i
         counts.append(1)
         return compiled._runner.programs
 
-    monkeypatch.setattr("jaxinfer.engine.prepare._compile", compile_again)
+    monkeypatch.setattr("jaxinfer.engine.prepare.compile_engine", compile_again)
     return counts
 
 
@@ -85,9 +90,12 @@ def test_a_start_from_the_bundle_of_a_plan_compiles_nothing(
 ) -> None:
     flags = ("--max_num_seqs=4", "--max_num_batched_tokens=64", "--max_model_len=128", "--page_size=8")
     argv = (f"--model={MODELS / 'llama'}", f"--mesh={mesh}", f"--bundle={tmp_path}", *flags)
+    counter = CompilationCounter()
     assert plan.main([*argv, "--chip=cpu", "--compile"]) == 0
+    made = [name for name in counter.total.names if re.search("_step|create_state", name)]
     loaded = make_engine(tokenizer, mesh=mesh, bundle=str(tmp_path), xla_flags=os.environ["XLA_FLAGS"])
     assert loaded._counter.total.names == []
+    assert len(made) == len(loaded._runner.programs.by_name())  # each once
     assert answers(loaded) == answers(make_engine(tokenizer, mesh=mesh))
     assert warnings == []
 
@@ -130,6 +138,18 @@ def test_programs_that_jax_cannot_load_are_compiled_anew(
     assert answers(make_engine(tokenizer, bundle=str(path.parent)))
     assert re.fullmatch(r"compiling: jax cannot load .*: INTERNAL: unknown executable format", warnings[0])
     assert count_compiling == [1]
+
+
+def test_hosts_of_which_one_has_no_bundle_all_compile(
+    compiled: Engine, path: Path, warnings: list[str], count_compiling: list[int]
+) -> None:
+    config = compiled.config.replace(bundle=str(path.parent))
+    args = (config, compiled.model_config, compiled._resolved, (None,), CompilationCounter())
+    for all_have, count in ((True, 0), (False, 1)):
+        hosts = SimpleNamespace(share=lambda has, others=all_have: [has, True, others])
+        assert isinstance(prepare_programs(*args, cast(Hosts, hosts)), Programs)
+        assert len(count_compiling) == count
+    assert warnings == ["compiling: host 2 has no bundle that fits"]
 
 
 def test_a_directory_that_cannot_be_written_is_no_failure(

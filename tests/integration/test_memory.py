@@ -116,5 +116,8 @@ def test_metrics_carry_the_measured_bytes(engine: Engine) -> None:
 
 
 def test_a_model_larger_than_the_memory_is_refused_with_the_sizes(tokenizer: Path) -> None:
-    with pytest.raises(ConfigError, match=r"does not fit: 0\.00 GiB of weights .* may be used \(1e-09 of"):
+    with pytest.raises(
+        ConfigError, match=r"does not fit: 0\.00 GiB of weights .* may be used \(1e-09 of"
+    ) as e:
         make_engine(tokenizer, memory_utilization=1e-9)
+    assert str(e.value).endswith("; jaxinfer.plan says what to change")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -18,6 +19,8 @@ import httpx
 import numpy as np
 import pytest
 
+from jaxinfer.llm import LLM
+from jaxinfer.types import SamplingParams
 from tests.integration.engines import MODELS, write_byte_tokenizer
 from tests.integration.processes import ENGINE_FLAGS, TIMEOUT_S, command, environment, run
 
@@ -47,6 +50,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """The flags of a model that compiles quickly."""
     tokenizer = write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     return (f"--model={MODELS / 'llama'}", f"--tokenizer={tokenizer}", *TINY_FLAGS)
+
+
+@pytest.fixture(scope="module")
+def bundled(tiny: tuple[str, ...]) -> tuple[str, ...]:
+    """On 2x2, which is compiled once a session, in fewer shapes."""
+    bundle = Path(os.environ["JAX_COMPILATION_CACHE_DIR"], "bundles")
+    return (*tiny, "--max_num_batched_tokens=32", "--mesh=2x2", f"--bundle={bundle}")
 
 
 class Host:
@@ -163,6 +173,66 @@ def test_the_demo(demo_path: Path, coordinator: str) -> None:
         assert hosts[1].output() == ""
 
 
+def test_a_start_from_bundles(bundled: tuple[str, ...], coordinator: str) -> None:
+    argv = command("generate", *bundled, "--prompt=Hello", "--max_tokens=8", "--verbosity=0")
+    answers = []
+    for count in (r"\d+", "0"):
+        with two_hosts(coordinator, argv) as hosts:
+            assert [host.end() for host in hosts] == [0, 0], [host.errors() for host in hosts]
+            for host in hosts:
+                host.wait_for(f"ready: .* {count} programs compiled, 0 cached")
+            answers.append(hosts[0].output())
+    assert answers[0] == answers[1] != ""
+
+
+LLM_SCRIPT = """
+import json, sys
+from jaxinfer import LLM, SamplingParams
+args, host_id = json.loads(sys.argv[1]), int(sys.argv[-1].removeprefix("--host_id="))
+others = dict(coordinator=sys.argv[-3].removeprefix("--coordinator="), num_hosts=2, host_id=host_id)
+params = [SamplingParams(temperature=t, max_tokens=9, ignore_eos=True, n=n) for t, n in ((0, 1), (1, 2))]
+with LLM(**args, **others) as llm:
+    for _ in range(2):
+        outputs = llm.generate([[1, 2, 3], list(range(50))], params)
+        token_ids = [[part.token_ids for part in output.outputs] for output in outputs]
+        print("tokens", json.dumps(token_ids), flush=True)
+    llm.generate([[1, host_id]])
+"""
+
+
+def test_a_script_on_two_hosts(bundled: tuple[str, ...], coordinator: str) -> None:
+    """Both get the outputs of one process; calls that differ are refused."""
+    flags = dict(flag.removeprefix("--").split("=", 1) for flag in bundled if "=" in flag)
+    args: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in flags.items()}
+    params = [SamplingParams(temperature=t, max_tokens=9, ignore_eos=True, n=n) for t, n in ((0, 1), (1, 2))]
+    alone: dict[str, Any] = {**args, "mesh": "1x1"}
+    llm = LLM(**alone)
+    want = []
+    for _ in range(2):
+        outputs = llm.generate([[1, 2, 3], list(range(50))], params)
+        want.append([[list(part.token_ids) for part in output.outputs] for output in outputs])
+    assert want[0][0] == want[1][0]
+    assert want[0][1] != want[1][1]  # sampled, without a seed
+    argv = [sys.executable, "-c", LLM_SCRIPT, json.dumps(args)]
+    with two_hosts(coordinator, argv) as hosts:
+        for host in hosts:
+            assert host.end() == 1, host.errors()
+            lines = [line.partition("tokens ")[2] for line in host.output().splitlines()]
+            assert [json.loads(line) for line in lines if line] == want
+            assert "host 1 has prompts=" in host.lines[-1], host.errors()
+
+
+def test_bench_on_two_hosts(bundled: tuple[str, ...], coordinator: str, tmp_path: Path) -> None:
+    sizes = ("--num_prompts=3", "--input_len=40", "--output_len=5", f"--json_out={tmp_path / 'figures.json'}")
+    with two_hosts(coordinator, command("bench", "throughput", *bundled, *sizes)) as hosts:
+        assert [host.end() for host in hosts] == [0, 0], [host.errors() for host in hosts]
+        assert "output_tok_per_s" in hosts[0].output()
+        assert hosts[1].output() == ""
+    figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
+    assert figures["compilations_serving"] == 0
+    assert figures["num_steps"] >= 5
+
+
 COUNT_READ_BYTES = """
 import sys
 from jaxinfer import generate
@@ -196,8 +266,8 @@ def test_each_host_reads_its_own_shards(tiny: tuple[str, ...], coordinator: str)
 
 
 @contextmanager
-def serving(coordinator: str, tiny: tuple[str, ...]) -> Iterator[tuple[Host, Host, httpx.Client]]:
-    argv = command("serve", *tiny, "--mesh=2x2", "--port=0", "--served_model_name=tiny")
+def serving(coordinator: str, flags: tuple[str, ...]) -> Iterator[tuple[Host, Host, httpx.Client]]:
+    argv = command("serve", *flags, "--port=0", "--served_model_name=tiny")
     with two_hosts(coordinator, argv) as (leader, follower):
         address = leader.wait_for(r"serving tiny at (http://\S+)")[1]
         with httpx.Client(base_url=address, timeout=TIMEOUT_S) as client:
@@ -214,9 +284,9 @@ def body(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def test_serving_on_two_hosts(tiny: tuple[str, ...], coordinator: str) -> None:
+def test_serving_on_two_hosts(bundled: tuple[str, ...], coordinator: str) -> None:
     """A client that hangs up, a refused request, and a signal to both, which lets the last request end."""
-    with serving(coordinator, tiny) as (leader, follower, client):
+    with serving(coordinator, bundled) as (leader, follower, client):
         alone = client.post("/v1/completions", json=body()).json()
         assert alone["usage"]["completion_tokens"] == 100
         with client.stream("POST", "/v1/completions", json=body(prompt="Bye", stream=True)) as response:
@@ -236,8 +306,8 @@ def test_serving_on_two_hosts(tiny: tuple[str, ...], coordinator: str) -> None:
         assert (leader.end(), follower.end()) == (0, 0)
 
 
-def test_a_follower_that_dies_ends_all_requests(tiny: tuple[str, ...], coordinator: str) -> None:
-    with serving(coordinator, tiny) as (leader, follower, client):
+def test_a_follower_that_dies_ends_all_requests(bundled: tuple[str, ...], coordinator: str) -> None:
+    with serving(coordinator, bundled) as (leader, follower, client):
         with client.stream("POST", "/v1/completions", json=body(stream=True, n=4)) as response:
             lines = response.iter_lines()
             next(lines)
@@ -251,8 +321,8 @@ def test_a_follower_that_dies_ends_all_requests(tiny: tuple[str, ...], coordinat
         assert leader.lines[-1] == "jaxinfer: error: host 1 has gone; its own output says why\n"
 
 
-def test_a_follower_ends_with_host_0(tiny: tuple[str, ...], coordinator: str) -> None:
-    with serving(coordinator, tiny) as (leader, follower, client):
+def test_a_follower_ends_with_host_0(bundled: tuple[str, ...], coordinator: str) -> None:
+    with serving(coordinator, bundled) as (leader, follower, client):
         assert client.post("/v1/completions", json=body()).status_code == 200
         leader.process.kill()
         # jax, which aborts a process that loses its coordinator, may be faster than we are.
@@ -321,12 +391,7 @@ def test_a_host_that_differs_is_named(
 def test_what_several_hosts_cannot_do_is_refused() -> None:
     from jaxinfer.config import ConfigError, EngineConfig, HostsConfig
     from jaxinfer.engine.resolve import check
-    from jaxinfer.llm import LLM
 
     hosts = HostsConfig("127.0.0.1:1", 2, 0)
-    with pytest.raises(ConfigError, match="bundle='b' is not supported on several hosts"):
-        check(EngineConfig(model="demo", hosts=hosts, bundle="b"))
     with pytest.raises(ConfigError, match="mesh=2x1x4: pipeline stages need all devices on one host"):
         check(EngineConfig(model="demo", hosts=hosts, mesh="2x1x4"))
-    with pytest.raises(ConfigError, match="hosts: LLM runs on one host"):
-        LLM("demo", hosts=hosts)

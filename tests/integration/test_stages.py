@@ -72,7 +72,11 @@ def test_a_request_alone_is_read_as_soon_as_on_one_device(
     ("mesh", "words"),
     [
         ("5x1x1", "5 pipeline stages need as many layers, and LlamaForCausalLM has num_hidden_layers=4"),
-        ("3x1x4", "mesh=3x1x4 needs 12 devices, and 8 "),
+        (
+            "3x1x4",
+            "mesh=3x1x4 needs 12 devices, and 8 (cpu) are here: use one of no more, or",
+        ),
+        ("1x1x99", "mesh=1x99 needs 99 devices, and 8 (cpu) are here: use one of no more"),
     ],
 )
 def test_stages_that_cannot_be_are_refused(mesh: str, words: str, tokenizer: Path) -> None:

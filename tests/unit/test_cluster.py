@@ -116,7 +116,7 @@ def test_by_hand() -> None:
         (("--coordinator=a:1",), "go together"),
         (("--num_hosts=2", "--host_id=0"), "go together"),
         (("--preflight_timeout_s=5",), "go together"),
-        (("--coordinator=auto", "--host_id=0"), "--host_id=0: --coordinator=auto finds it"),
+        (("--coordinator=auto", "--host_id=0"), "--host_id=0: coordinator=auto finds it"),
         (("--coordinator=a", "--num_hosts=2", "--host_id=0"), "coordinator='a' must be HOST:PORT"),
         (("--coordinator=a:65535", "--num_hosts=2", "--host_id=0"), "must be HOST:PORT"),
         (("--coordinator=a:1", "--num_hosts=1", "--host_id=0"), "num_hosts=1 must be 2 or more"),

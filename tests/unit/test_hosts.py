@@ -49,10 +49,10 @@ def test_host_0_tells_the_others_in_order(coordinator: str) -> None:
     for follower in hosts[1:]:
         assert [follower.receive() for _ in sent] == sent
     assert outcomes(*(lambda h=h: h.agree({"checkpoint": "a"}) for h in hosts)) == [None] * 3
+    assert outcomes(*(lambda h=h: h.share(h.config.host_id * 2) for h in hosts)) == [[0, 2, 4]] * 3
     gone: list[str] = []
     for h in hosts[1:]:
         h.watch(gone.append)
-    hosts[0].tell({"end": None})
     hosts[0].leave()
     assert [h.receive() for h in hosts[1:]] == [{"end": None}] * 2
     assert gone == []
@@ -69,6 +69,16 @@ def test_all_name_the_one_that_differs_later(coordinator: str) -> None:
     facts = [{"checkpoint": name} for name in ("a", "b", "a")]
     errors = outcomes(*(lambda i=i: hosts[i].agree(facts[i]) for i in range(3)))
     assert messages(errors) == {"host 1 has checkpoint=b, not a, which must be the same on all hosts"}
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_one_that_has_ended_does_not_agree(ended: int, coordinator: str) -> None:
+    hosts = meet(coordinator, FACTS, FACTS)
+    hosts[ended].leave()
+    with pytest.raises(HostsError, match=rf"host {ended} has (ended|gone)|this host has left"):
+        hosts[1 - ended].agree({"prompts": "a"})
+    with pytest.raises(HostsError, match="this host has left the others"):
+        hosts[ended].agree({"prompts": "a"})
 
 
 def test_those_that_came_name_the_one_that_did_not(coordinator: str) -> None:

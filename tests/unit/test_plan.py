@@ -68,6 +68,7 @@ def test_70b_in_bfloat16_is_refused_on_8_v5e_and_planned_in_int8(capsys: pytest.
     # 70,553,706,496 parameters of 2 bytes over 8 devices are 16.43 GiB.
     assert "16.43 GiB of weights" in err
     assert "14.40 may be used" in err
+    assert "jaxinfer.plan says" not in err  # as it has
     changes = {change["change"]: change["outcome"] for change in report["changes"]}
     assert list(changes) == ["--quantize=int8", "--quantize=int4", "--mesh=1x16", "offload"]
     status, report, _ = run(capsys, "Llama-3.3-70B", *flags, "--quantize=int8")
