@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jaxinfer.config import ConfigError, EngineConfig, MeshConfig, ModelConfig, parse_mesh
+from jaxinfer.engine.cpu_kernels import load_cpu_kernels
 from jaxinfer.engine.page_pool import pages_for
 from jaxinfer.engine.resolve import ResolvedConfig, resolve
 from jaxinfer.memory.chips import GIB, Chip
@@ -103,7 +104,9 @@ def make_plan(
       DoesNotFitError: it does not fit.
       ConfigError: the flags or the mesh do not go with the model.
     """
-    resolved = resolve(config, model, chip, quantize, compiled)
+    cpu_kernels = load_cpu_kernels(config, chip)
+    resolved = resolve(config, model, chip, quantize, compiled, cpu_kernels=cpu_kernels)
+    model = replace(model, matmul=resolved.matmul)
     length = min(mean_len, resolved.scheduler.max_model_len)
     return Plan(resolved, model, chip, parse_mesh(config.mesh), length)
 
