@@ -197,9 +197,11 @@ def decode_bytes(target: Target, spec: AttentionSpec, kv_dtype: str) -> float:
     token = 2 * spec.num_kv_heads * (padded_head_dim(spec) * size + scales)
     lens = jnp.full(num_rows, length, jnp.int32)
     work = decode.make_work_list(lens, MAX_TOKENS, visibility, target.rows)
-    group = spec.num_heads // spec.num_kv_heads
-    columns = spec.num_kv_heads * (-(-group // target.columns) * target.columns)
-    results = columns * (padded_head_dim(spec) + 1) * 4 * 2  # written and read
+    head_dim = padded_head_dim(spec)
+    rows = target.value_rows((head_dim, 2 * head_dim))
+    columns = target.columns * -(-spec.num_heads // spec.num_kv_heads // target.columns)
+    results = spec.num_heads * (rows[-1].stop - rows[0].start) + spec.num_kv_heads * columns
+    results *= 4 * 2  # written and read
     moved = num_rows * pages * spec.page_size * token + int(work.num_items[0]) * results
     needed = 2 * spec.num_kv_heads * (spec.head_dim * size + scales) * (length - first) * num_rows
     return round(moved / needed, 3)

@@ -77,6 +77,7 @@ def decode_attention(
         logits=logits,
         visibility=visibility,
         values=(kv_pages.shape[3] // 2, kv_pages.shape[3]),
+        queries=group,
         num_blocks=num_blocks,
         num_stages=num_stages,
         interpret=interpret,
@@ -147,7 +148,7 @@ class _Refs:
     q_smem: Ref  # [2, n, D]
     kv_smem: Ref  # [stages, tile, W], as in the pages
     weights_smem: Ref  # [n, tile]
-    out_smem: Ref  # [rows of the products, n], V of which are the values'
+    out_smem: Ref  # [n, rows of the products], V of which are the values'
     lse_smem: Ref  # [n]
     q_ready: Ref  # two barriers
     q_consumed: Ref
@@ -187,6 +188,7 @@ class DecodeKernel:
       target: the generation of GPUs.
       logits, visibility: of the layer.
       values: the first column of a page's row that is the value's, and one past the last.
+      queries: how many of a block's n are no padding.
       num_blocks: of the grid.
       num_stages: tiles of KV in shared memory.
       interpret: False, True or jax's parameters.
@@ -196,6 +198,7 @@ class DecodeKernel:
     logits: Logits
     visibility: Visibility
     values: tuple[int, int]
+    queries: int
     num_blocks: int
     num_stages: int
     interpret: Any
@@ -218,17 +221,18 @@ class DecodeKernel:
           work: the splits.
 
         Returns:
-          Normalised outputs [I, B, V, n] f32 and base-2 log-sum-exps [I, B, n].
+          Normalised outputs [I, B, queries, V] f32 and base-2 log-sum-exps [I, B, n].
         """
         num_items, (query_blocks, columns, head_dim) = work.row.shape[0], q.shape[1:]
-        stages, width, value_dim = self.num_stages, kv_pages.shape[3], self.values[1] - self.values[0]
-        tile_tokens, parts = self.target.rows, self.target.value_rows(self.values)
+        stages, width, tile_tokens = self.num_stages, kv_pages.shape[3], self.target.rows
+        parts = self.target.value_rows(self.values)
+        rows = parts[-1].stop - parts[0].start
         copies = copies_a_tile(tile_tokens, kv_pages.shape[2], scaled=scales is not None)
         scratch_types: dict[str, Any] = dict(
             q_smem=tiled_smem((2, columns, head_dim), q.dtype),
             kv_smem=tiled_smem((stages, tile_tokens, width), kv_pages.dtype),
             weights_smem=tiled_smem((columns, tile_tokens), q.dtype),
-            out_smem=plgpu.SMEM((parts[-1].stop - parts[0].start, columns), jnp.float32),
+            out_smem=plgpu.SMEM((columns, rows), jnp.float32),
             lse_smem=plgpu.SMEM((columns,), jnp.float32),
             q_ready=plgpu.Barrier(num_barriers=2),
             q_consumed=plgpu.Barrier(num_barriers=2),
@@ -243,7 +247,7 @@ class DecodeKernel:
         run = plgpu.kernel(
             self._body,
             out_type=(
-                jax.ShapeDtypeStruct((num_items, query_blocks, value_dim, columns), jnp.float32),
+                jax.ShapeDtypeStruct((num_items, query_blocks, self.queries, rows), jnp.float32),
                 jax.ShapeDtypeStruct((num_items, query_blocks, columns), jnp.float32),
             ),
             scratch_types=scratch_types,
@@ -257,7 +261,9 @@ class DecodeKernel:
         )
         lists = (work.num_items, work.row, work.begin, work.end)
         scaled = () if scales is None else (scales,)
-        return run(q, kv_pages, tiles.page_table, tiles.kv_len, *lists, *scaled)
+        out, lse = run(q, kv_pages, tiles.page_table, tiles.kv_len, *lists, *scaled)
+        first, last = (column - parts[0].start for column in self.values)
+        return out[..., first:last], lse
 
     def _body(self, *refs: Ref, **scratch: Ref) -> None:
         *inputs, out, lse = refs
@@ -324,7 +330,7 @@ class DecodeKernel:
     def _attend_item(self, r: _Refs, index: Any, step: Any) -> Any:
         """Attends to one item's tiles and stores its part of the output. See `_fetch_item`."""
         item = self._item(r, index)
-        layout, columns = self.target.layout, r.out_smem.shape[1]
+        layout, columns = self.target.layout, r.out_smem.shape[0]
         parts = self.target.value_rows(self.values)
         plgpu.barrier_wait(r.q_ready.at[item.q_slot])
         by_column = layout.reduce(0)
@@ -344,12 +350,12 @@ class DecodeKernel:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for index, acc in enumerate(accs):
             rows = pl.ds(index * acc.shape[0], acc.shape[0])
-            r.out_smem.at[rows][...] = acc / spread(total, acc.shape, 1, layout)
+            out = plgpu.layout_cast(acc / spread(total, acc.shape, 1, layout), self.target.transposed)
+            # Not optimised: against conflicts of banks, which matter little once an item.
+            plgpu.store(r.out_smem.at[:, rows].T, out, optimized=False)
         r.lse_smem[...] = maximum + jnp.log2(total)
         plgpu.commit_smem()
-        value_dim = self.values[1] - self.values[0]
-        values = r.out_smem.at[pl.ds(self.values[0] - parts[0].start, value_dim)]
-        plgpu.copy_smem_to_gmem(values, r.out.at[item.split, item.block])
+        plgpu.copy_smem_to_gmem(r.out_smem.at[pl.ds(0, self.queries)], r.out.at[item.split, item.block])
         plgpu.copy_smem_to_gmem(r.lse_smem, r.lse.at[item.split, item.block])
         return step
 
@@ -408,11 +414,11 @@ def merge_splits(
     """Joins each sequence's splits, one after the other so that the sum's order is fixed.
 
     Args:
-      partial_out: [I, B, V, n] f32, each split's own softmax applied.
+      partial_out: [I, B, N / B, V] f32, each split's own softmax applied.
       partial_lse: [I, B, n] f32, base 2.
       work: the splits.
       sinks: [N] logits that take weight and give no value, or None.
-      q: [R, N, E], for the shape and dtype of the outputs; N / B of n columns and E of V count.
+      q: [R, N, E], for the shape and dtype of the outputs; E of V count.
 
     Returns:
       [R, N, E] outputs, zeros in rows of padding, and natural log-sum-exps [R, N].
@@ -420,7 +426,7 @@ def merge_splits(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = partial_out.shape[1]
     group = num_heads // num_kv_heads
-    partial_out = partial_out[:, :, :head_dim, :group].swapaxes(2, 3)
+    partial_out = partial_out[..., :head_dim]
     splits = range(partial_out.shape[0] // num_rows)
     used = [(split < work.num_splits)[:, None, None] for split in splits]
     items = [jnp.where(split < work.num_splits, work.first_item + split, 0) for split in splits]

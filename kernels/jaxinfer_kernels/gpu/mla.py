@@ -95,6 +95,7 @@ def _attend(
         logits=Logits(scale, None),
         visibility=visibility,
         values=(0, -(-latent_dim // 64) * 64),
+        queries=heads,
         num_blocks=2 if interpret else target.num_sms,  # interpreted blocks run one after the other
         num_stages=STAGED_TOKENS // target.rows,
         interpret=interpret,

@@ -7,7 +7,7 @@ Beside the product the kernels are the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -60,8 +60,11 @@ class Target(Protocol):
 
     def multiply(
         self, sums: Sums, pairs: Sequence[tuple[Ref, Ref]], warpgroup: Any = 0
-    ) -> tuple[jax.Array, ...]:
-        """The f32 products of each pair (M x K, K x N) in shared memory, once they are done."""
+    ) -> Iterator[jax.Array]:
+        """The f32 products of each pair (M x K, K x N) in shared memory; to be asked for all of them.
+
+        A product is in registers from when it is asked for.
+        """
         ...
 
 
@@ -91,16 +94,15 @@ class Hopper:
 
     def multiply(
         self, sums: Sums, pairs: Sequence[tuple[Ref, Ref]], warpgroup: Any = 0
-    ) -> tuple[jax.Array, ...]:
-        def product(a: Ref, b: Ref) -> jax.Array:
-            def accumulate(ref: Ref) -> jax.Array:
+    ) -> Iterator[jax.Array]:
+        for a, b in pairs:
+
+            def accumulate(ref: Ref, a: Ref = a, b: Ref = b) -> jax.Array:
                 plgpu.wgmma(ref, a, b)
                 return ref[...]
 
             shape = (a.shape[0], b.shape[1])
-            return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-
-        return tuple(product(*pair) for pair in pairs)
+            yield pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class Blackwell:
 
     def multiply(
         self, sums: Sums, pairs: Sequence[tuple[Ref, Ref]], warpgroup: Any = 0
-    ) -> tuple[jax.Array, ...]:
+    ) -> Iterator[jax.Array]:
         done, loaded = sums["done"].at[warpgroup], sums["loaded"].at[warpgroup]
         refs = [sums["memory"].at[warpgroup * len(pairs) + index] for index in range(len(pairs))]
         for ref, pair in zip(refs, pairs, strict=True):
@@ -148,12 +150,12 @@ class Blackwell:
         plgpu.tcgen05_commit_arrive(done)
         plgpu.barrier_wait(done)
         layout = self.layout if refs[0].shape[0] == self.rows else plgpu.Layout.WGMMA
-        products = tuple(plgpu.async_load_tmem(ref, layout=layout) for ref in refs)
+        for ref in refs:
+            yield plgpu.async_load_tmem(ref, layout=layout)
         # One thread starts the next products, and all have loaded these.
         plgpu.wait_load_tmem()
         plgpu.barrier_arrive(loaded)
         plgpu.barrier_wait(loaded)
-        return products
 
 
 TARGETS: tuple[Target, ...] = (Hopper(), Blackwell())
