@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, SingleDeviceSharding
 
 from jaxinfer.memory.gpu_targets import GPU_TARGETS
 from jaxinfer_kernels import (
@@ -101,32 +101,36 @@ def attend(spec: AttentionSpec) -> Callable[..., Any]:
     return run
 
 
-def describe(chip: str) -> Mesh:
-    """One chip that is not there."""
+def describe(chip: str) -> Any:
+    """A device that is not there."""
     target = dict(target_config=GPU_TARGETS[chip], topology="1x1x1")
-    devices = topologies.get_topology_desc(chip, platform="cuda", **target).devices
-    return Mesh(np.asarray(devices), ("chip",), axis_types=(AxisType.Auto,))
+    return topologies.get_topology_desc(chip, platform="cuda", **target).devices[0]
 
 
-def target_of(chip: Mesh) -> Target:
-    with jax.set_mesh(chip):
+def lowering_for(chip: Any) -> Any:
+    """The context in which kernels are lowered for a device: Mosaic takes its compute capability from there."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("chip",), abstract_device=chip))
+
+
+def target_of(chip: Any) -> Target:
+    with lowering_for(chip):
         return current_target()
 
 
 def compile_step(
-    chip: Mesh, run: Callable[..., Any], args: tuple[Any, ...], pages: int
+    chip: Any, run: Callable[..., Any], args: tuple[Any, ...], pages: int
 ) -> tuple[Any, str]:
     """The executable for a chip, and what the compilers wrote to stdout meanwhile.
 
     The argument at `pages` is donated.
     """
-    placed = NamedSharding(chip, PartitionSpec())
+    placed = SingleDeviceSharding(chip)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
     stdout = os.dup(1)
     with tempfile.TemporaryFile("w+") as log:
         os.dup2(log.fileno(), 1)
         try:
-            with jax.set_mesh(chip):
+            with lowering_for(chip):
                 traced = jax.jit(run, donate_argnums=pages).trace(*args)
                 executable = traced.lower(lowering_platforms=("cuda",)).compile()
         finally:
@@ -137,7 +141,7 @@ def compile_step(
 
 
 def report(
-    chip: Mesh, spec: AttentionSpec, kind: str, kv_dtype: str, logs: dict[str, str]
+    chip: Any, spec: AttentionSpec, kind: str, kv_dtype: str, logs: dict[str, str]
 ) -> dict[str, Any]:
     """One row of the table, quantised pages of 32 tokens at least."""
     if jnp.dtype(kv_dtype).itemsize == 1:
@@ -148,7 +152,7 @@ def report(
     return dict(spec=spec.name, kernel=kind, kv_dtype=kv_dtype, **row, excess=count(target_of(chip), spec, kv_dtype))
 
 
-def latent_report(chip: Mesh, spec: LatentSpec, logs: dict[str, str]) -> dict[str, Any]:
+def latent_report(chip: Any, spec: LatentSpec, logs: dict[str, str]) -> dict[str, Any]:
     """One row of the table: decode of latent attention."""
     run = partial(mla_paged_attention, scale=1.0, backend="gpu")
     row = measure(chip, run, latent_step(spec), 4, THREADS["decode"], logs)
@@ -156,7 +160,7 @@ def latent_report(chip: Mesh, spec: LatentSpec, logs: dict[str, str]) -> dict[st
 
 
 def measure(
-    chip: Mesh, run: Callable[..., Any], args: tuple[Any, ...], pages: int, threads: int, logs: dict[str, str]
+    chip: Any, run: Callable[..., Any], args: tuple[Any, ...], pages: int, threads: int, logs: dict[str, str]
 ) -> dict[str, Any]:
     """What the compiler says of one step, of which the argument at `pages` is written in place.
 

@@ -374,7 +374,7 @@ class DecodeKernel:
             plgpu.commit_smem()
             plgpu.barrier_arrive(r.kv_consumed.at[stage])
         keys, queries = kv_smem.at[:, pl.ds(0, r.q_smem.shape[2])], r.q_smem.at[item.q_slot].T
-        (products,) = self.target.multiply(r.key_sums, [(keys, queries)])
+        products = self.target.multiply(r.key_sums, keys, queries)
         if k_scales is not None:
             products *= spread(k_scales, shape, 0, layout)
         positions = row_positions(shape, 0, place.position, layout)
@@ -398,13 +398,11 @@ class DecodeKernel:
         plgpu.commit_smem()
         parts = self.target.value_rows(self.values)
         values = [kv_smem.at[:, pl.ds(part.start, part.stop - part.start)].T for part in parts]
-        weighted = self.target.multiply(r.value_sums, [(value, r.weights_smem.T) for value in values])
+        accs = tuple(acc * spread(rescale, acc.shape, 1, layout) for acc in accs)
+        pairs = [(value, r.weights_smem.T) for value in values]
+        accs = self.target.add_products(accs, r.value_sums, pairs)
         if r.scales is None:
             plgpu.barrier_arrive(r.kv_consumed.at[stage])
-        accs = tuple(
-            acc * spread(rescale, acc.shape, 1, layout) + more
-            for acc, more in zip(accs, weighted, strict=True)
-        )
         return step + 1, new_maximum, total, accs
 
 

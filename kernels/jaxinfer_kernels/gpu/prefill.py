@@ -352,7 +352,7 @@ class _Prefill:
         plgpu.barrier_wait(r.kv_ready.at[stage])
 
         queries = r.q_smem.at[warpgroup + zero]
-        (products,) = self.target.multiply(r.key_sums, [(queries, keys.T)], warpgroup)
+        products = self.target.multiply(r.key_sums, queries, keys.T, warpgroup)
         by_column = plgpu.Layout.WGMMA.reduce(0)
         if r.scales is not None:
             k_scales = plgpu.load(r.scales_smem.at[stage, 0], layout=by_column)
@@ -390,8 +390,8 @@ class _Prefill:
         plgpu.commit_smem()
         parts = self.target.value_columns(r.q_smem.shape[2])
         columns = [values.at[:, pl.ds(part.start, part.stop - part.start)] for part in parts]
-        weighted = self.target.multiply(r.value_sums, [(weights_smem, part) for part in columns], warpgroup)
-        return tuple(acc + more for acc, more in zip(accs, weighted, strict=True))
+        pairs = [(weights_smem, part) for part in columns]
+        return self.target.add_products(accs, r.value_sums, pairs, warpgroup)
 
 
 def seen_tiles(

@@ -58,13 +58,18 @@ class Target(Protocol):
         """Scratch types for as many products at once, of a warpgroup."""
         ...
 
-    def multiply(
-        self, sums: Sums, pairs: Sequence[tuple[Ref, Ref]], warpgroup: Any = 0
-    ) -> Iterator[jax.Array]:
-        """The f32 products of each pair (M x K, K x N) in shared memory; to be asked for all of them.
+    def multiply(self, sums: Sums, a: Ref, b: Ref, warpgroup: Any = 0) -> jax.Array:
+        """The f32 product M x K by K x N of what is in shared memory, of which nothing is read any more."""
+        ...
 
-        A product is in registers from when it is asked for.
-        """
+    def add_products(
+        self,
+        accs: Sequence[jax.Array],
+        sums: Sums,
+        pairs: Sequence[tuple[Ref, Ref]],
+        warpgroup: Any = 0,
+    ) -> tuple[jax.Array, ...]:
+        """Each of accs and its pair's product, see `multiply`."""
         ...
 
 
@@ -92,17 +97,22 @@ class Hopper:
     def sums(self, shape: tuple[int, int], products: int, warpgroups: int = 1) -> Sums:
         return ()
 
-    def multiply(
-        self, sums: Sums, pairs: Sequence[tuple[Ref, Ref]], warpgroup: Any = 0
-    ) -> Iterator[jax.Array]:
-        for a, b in pairs:
+    def multiply(self, sums: Sums, a: Ref, b: Ref, warpgroup: Any = 0) -> jax.Array:
+        def accumulate(ref: Ref) -> jax.Array:
+            plgpu.wgmma(ref, a, b)
+            return ref[...]
 
-            def accumulate(ref: Ref, a: Ref = a, b: Ref = b) -> jax.Array:
-                plgpu.wgmma(ref, a, b)
-                return ref[...]
+        shape = (a.shape[0], b.shape[1])
+        return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
-            shape = (a.shape[0], b.shape[1])
-            yield pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    def add_products(
+        self,
+        accs: Sequence[jax.Array],
+        sums: Sums,
+        pairs: Sequence[tuple[Ref, Ref]],
+        warpgroup: Any = 0,
+    ) -> tuple[jax.Array, ...]:
+        return tuple(acc + self.multiply(sums, *pair) for acc, pair in zip(accs, pairs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -140,9 +150,24 @@ class Blackwell:
             memory=plgpu.TMEM((warpgroups * products, *shape), jnp.float32), done=barrier, loaded=barrier
         )
 
-    def multiply(
-        self, sums: Sums, pairs: Sequence[tuple[Ref, Ref]], warpgroup: Any = 0
+    def multiply(self, sums: Sums, a: Ref, b: Ref, warpgroup: Any = 0) -> jax.Array:
+        (product,) = self._products(sums, [(a, b)], warpgroup)
+        return product
+
+    def add_products(
+        self,
+        accs: Sequence[jax.Array],
+        sums: Sums,
+        pairs: Sequence[tuple[Ref, Ref]],
+        warpgroup: Any = 0,
+    ) -> tuple[jax.Array, ...]:
+        products = self._products(sums, pairs, warpgroup)
+        return tuple(acc + product for acc, product in zip(accs, products, strict=True))
+
+    def _products(
+        self, sums: Sums, pairs: Sequence[tuple[Ref, Ref]], warpgroup: Any
     ) -> Iterator[jax.Array]:
+        """Starts all of them and waits, and loads each as it is asked for: there are few registers."""
         done, loaded = sums["done"].at[warpgroup], sums["loaded"].at[warpgroup]
         refs = [sums["memory"].at[warpgroup * len(pairs) + index] for index in range(len(pairs))]
         for ref, pair in zip(refs, pairs, strict=True):
@@ -162,24 +187,22 @@ TARGETS: tuple[Target, ...] = (Hopper(), Blackwell())
 
 
 def current_target() -> Target:
-    """Of the GPU that is here, else of the one that is compiled for, of the mesh that is set; else Hopper's.
+    """Of the device that is compiled for, of the mesh that is set or the first; Hopper's where it is no GPU.
 
     Raises:
       ValueError: it is of another generation.
     """
     device = jax.devices()[0]
-    if device.platform == "gpu":
-        capability = device.compute_capability
-        found = [target for target in TARGETS if capability in target.capabilities]
-    else:
-        described = jax.sharding.get_abstract_mesh().abstract_device
-        names = described.device_kind.split() if described is not None else ()
-        found = [target for target in TARGETS if set(names) & set(target.chips)] or [TARGETS[0]]
-        capability = None
-    if not found:
-        known = " and ".join(f"{target.name} ({', '.join(target.capabilities)})" for target in TARGETS)
-        raise ValueError(
-            f"backend='gpu' has kernels for {known}, and {device.device_kind} is of compute capability "
-            f"{capability}: use backend='xla'"
-        )
-    return found[0]
+    if device.platform != "gpu":
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        if getattr(device, "platform", None) != "gpu":
+            return TARGETS[0]
+    capability = getattr(device, "compute_capability", None)  # a mesh of no devices here has none
+    for target in TARGETS:
+        if capability in target.capabilities or set(device.device_kind.split()) & set(target.chips):
+            return target
+    known = " and ".join(f"{target.name} ({', '.join(target.capabilities)})" for target in TARGETS)
+    raise ValueError(
+        f"backend='gpu' has kernels for {known}, and {device.device_kind} is of compute capability "
+        f"{capability}: use backend='xla'"
+    )
