@@ -3,7 +3,8 @@
     .venv/bin/python scripts/bench_kernels_gpu.py [--chip=h100] [--specs=llama-3.1-8b,qwen3-32b]
 
 Needs jax's CUDA plugin, and ptxas and nvdisasm: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt
-nvidia-cuda-nvcc nvidia-cuda-nvdisasm (the first two in jax's version). Compiles for an H100 (sm_90a) or a B200 (sm_100a).
+nvidia-cuda-nvcc nvidia-cuda-nvdisasm (the first two in jax's version). Compiles for an H100 (sm_90a)
+or a B200 (sm_100a).
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ from jaxinfer_kernels import (
     mla_pages_shape,
     paged_attention,
 )
-from jaxinfer_kernels.gpu import attention, decode, mla, prefill
+from jaxinfer_kernels.gpu import attention, mla, prefill
 from jaxinfer_kernels.gpu.common import MMA_ROWS, Visibility
+from jaxinfer_kernels.gpu.splits import make_work_list
 from jaxinfer_kernels.gpu.targets import Target, current_target
 from jaxinfer_kernels.specs import ATTENTION_SPECS, LATENT_SPECS, AttentionSpec, LatentSpec
 
@@ -108,7 +110,7 @@ def describe(chip: str) -> Any:
 
 
 def lowering_for(chip: Any) -> Any:
-    """The context in which kernels are lowered for a device: Mosaic takes its compute capability from there."""
+    """The context to lower kernels for a device in: Mosaic takes its compute capability from there."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("chip",), abstract_device=chip))
 
 
@@ -117,9 +119,7 @@ def target_of(chip: Any) -> Target:
         return current_target()
 
 
-def compile_step(
-    chip: Any, run: Callable[..., Any], args: tuple[Any, ...], pages: int
-) -> tuple[Any, str]:
+def compile_step(chip: Any, run: Callable[..., Any], args: tuple[Any, ...], pages: int) -> tuple[Any, str]:
     """The executable for a chip, and what the compilers wrote to stdout meanwhile.
 
     The argument at `pages` is donated.
@@ -140,23 +140,23 @@ def compile_step(
         return executable, log.read()
 
 
-def report(
-    chip: Any, spec: AttentionSpec, kind: str, kv_dtype: str, logs: dict[str, str]
-) -> dict[str, Any]:
+def report(chip: Any, spec: AttentionSpec, kind: str, kv_dtype: str, logs: dict[str, str]) -> dict[str, Any]:
     """One row of the table, quantised pages of 32 tokens at least."""
     if jnp.dtype(kv_dtype).itemsize == 1:
         spec = replace(spec, page_size=max(spec.page_size, 32))
     args = step(spec, kind, kv_dtype)
     row = measure(chip, attend(spec), args, 3, THREADS[kind], logs)
     count = decode_bytes if kind == "decode" else prefill_flops
-    return dict(spec=spec.name, kernel=kind, kv_dtype=kv_dtype, **row, excess=count(target_of(chip), spec, kv_dtype))
+    excess = count(target_of(chip), spec, kv_dtype)
+    return dict(spec=spec.name, kernel=kind, kv_dtype=kv_dtype, **row, excess=excess)
 
 
 def latent_report(chip: Any, spec: LatentSpec, logs: dict[str, str]) -> dict[str, Any]:
     """One row of the table: decode of latent attention."""
     run = partial(mla_paged_attention, scale=1.0, backend="gpu")
     row = measure(chip, run, latent_step(spec), 4, THREADS["decode"], logs)
-    return dict(spec=spec.name, kernel="mla", kv_dtype="bfloat16", **row, excess=latent_bytes(target_of(chip), spec))
+    excess = latent_bytes(target_of(chip), spec)
+    return dict(spec=spec.name, kernel="mla", kv_dtype="bfloat16", **row, excess=excess)
 
 
 def measure(
@@ -200,7 +200,7 @@ def decode_bytes(target: Target, spec: AttentionSpec, kv_dtype: str) -> float:
     scales = 4 if size == 1 else 0
     token = 2 * spec.num_kv_heads * (padded_head_dim(spec) * size + scales)
     lens = jnp.full(num_rows, length, jnp.int32)
-    work = decode.make_work_list(lens, MAX_TOKENS, visibility, target.rows)
+    work = make_work_list(lens, MAX_TOKENS, visibility, target.rows)
     head_dim = padded_head_dim(spec)
     rows = target.value_rows((head_dim, 2 * head_dim))
     columns = target.columns * -(-spec.num_heads // spec.num_kv_heads // target.columns)
@@ -216,7 +216,7 @@ def latent_bytes(target: Target, spec: LatentSpec) -> float:
     length, num_rows = 4096, 64
     *_, width = mla_pages_shape(1, spec.page_size, spec.latent_dim, spec.rope_dim, "gpu")
     lens, splits = jnp.full(num_rows, length, jnp.int32), mla.MIN_SPLIT_TOKENS
-    work = decode.make_work_list(lens, MAX_TOKENS, Visibility(None, None), target.rows, min_split_tokens=splits)
+    work = make_work_list(lens, MAX_TOKENS, Visibility(None, None), target.rows, min_split_tokens=splits)
     results = spec.num_heads * (spec.latent_dim + 1) * 4 * 2
     moved = num_rows * length * width * 2 + int(work.num_items[0]) * results
     return round(moved / (num_rows * length * (spec.latent_dim + spec.rope_dim) * 2), 3)
@@ -256,7 +256,7 @@ def main() -> None:
     logs: dict[str, str] = {}
 
     def add(row: dict[str, Any]) -> None:
-        rows.append(row)
+        rows.append(dict(chip=args.chip) | row)
         line = "".join(f"{row[name]:>15}" for name in columns)
         print(f"{row['spec']:24}{row['kernel']:9}{row['kv_dtype']:15}{line}", flush=True)
 

@@ -24,7 +24,7 @@ from jaxinfer_kernels import (
     paged_attention,
     prefill_tile_tokens,
 )
-from jaxinfer_kernels.gpu import attention, decode
+from jaxinfer_kernels.gpu import attention, splits
 from jaxinfer_kernels.gpu.common import Visibility
 from jaxinfer_kernels.gpu.targets import TARGETS, Target
 from jaxinfer_kernels.specs import ATTENTION_SPECS, MODEL_SPECS, ODD_SPECS, AttentionSpec
@@ -81,7 +81,7 @@ class TestAgainstReference:
 
     @pytest.mark.slow
     def test_long_sequences_have_larger_splits(self) -> None:
-        length = decode.MAX_SPLITS * decode.MIN_SPLIT_TOKENS + 70
+        length = splits.MAX_SPLITS * splits.MIN_SPLIT_TOKENS + 70
         check(make_case(AttentionSpec("one-head", 1, 1, 64, page_size=64), [length], [], **HALF))
 
     @pytest.mark.slow
@@ -192,8 +192,8 @@ def test_the_work_list_covers_each_visible_position_once(window: int | None, til
     lens = [0, 1, 63, 64, 65, 512, 513, 8192, 8193, max_tokens, 5077]
     visibility = Visibility(window, None)
 
-    def make(lens: list[int]) -> decode.WorkList:
-        work = jax.jit(lambda x: decode.make_work_list(x, max_tokens, visibility, tile))(jnp.asarray(lens))
+    def make(lens: list[int]) -> splits.WorkList:
+        work = jax.jit(lambda x: splits.make_work_list(x, max_tokens, visibility, tile))(jnp.asarray(lens))
         return jax.tree.map(np.asarray, work)
 
     work = make(lens)
@@ -206,7 +206,7 @@ def test_the_work_list_covers_each_visible_position_once(window: int | None, til
         first = 0 if window is None else max(length - window, 0)
         covered = np.arange(length) >= first // tile * tile
         np.testing.assert_array_equal(seen[row], covered)
-        assert work.num_splits[row] <= decode.MAX_SPLITS
+        assert work.num_splits[row] <= splits.MAX_SPLITS
         alone = make([length])
         items = slice(work.first_item[row], work.first_item[row] + alone.num_items[0])
         np.testing.assert_array_equal(work.begin[items], alone.begin[: alone.num_items[0]])

@@ -86,33 +86,30 @@ class TestInterpreted:
     def test_what_does_not_fit_is_refused(self) -> None:
         spec = AttentionSpec("wide", 2, 1, 256, page_size=32)
         case = make_case(spec, [40], [], **(HALF | dict(kv_dtype="int8")))
-        with pytest.raises(ValueError, match=r"\(int8\) does not fit the shared memory of Blackwell's kernel"):
+        with pytest.raises(ValueError, match=r"\(int8\) does not fit the shared memory of Blackwell"):
             attention_cases.run(case)
 
 
 @pytest.mark.parametrize(("capability", "name"), [("9.0", "Hopper"), ("10.0", "Blackwell")])
-def test_the_products_follow_the_device(
-    capability: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_products_follow_the_device(capability: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [device(capability)])
     assert targets.current_target().name == name
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("NVIDIA H100 80GB HBM3", "Hopper"), ("NVIDIA GB200", "Blackwell"), ("TPU v5e", "Hopper")]
+    ("kind", "name"),
+    [("NVIDIA H100 80GB HBM3", "Hopper"), ("NVIDIA GB200", "Blackwell"), ("TPU v5e", "Hopper")],
 )
 def test_or_the_device_that_is_described(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     described = SimpleNamespace(device_kind=kind, platform="gpu" if "NVIDIA" in kind else "tpu")
-    monkeypatch.setattr(
-        jax.sharding, "get_abstract_mesh", lambda: SimpleNamespace(abstract_device=described)
-    )
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: SimpleNamespace(abstract_device=described))
     assert targets.current_target().name == name
 
 
 @pytest.mark.parametrize("capability", ["8.0", "12.0"])
 def test_other_generations_are_refused(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [device(capability)])
-    with pytest.raises(ValueError, match=rf"NVIDIA X is of compute capability {capability}: use backend='xla'"):
+    with pytest.raises(ValueError, match=rf"NVIDIA X is of compute capability {capability}: use"):
         targets.current_target()
 
 

@@ -120,7 +120,9 @@ def _check(
 ) -> None:
     """Raises ValueError for what the kernels do not have."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"q ({q.dtype}) must be bfloat16 or float16 for backend='gpu': its products have no float32")
+        raise ValueError(
+            f"q ({q.dtype}) must be bfloat16 or float16 for backend='gpu': its products have no float32"
+        )
     if kv_pages.scales is None and kv_pages.data.dtype != q.dtype:
         raise ValueError(f"kv_pages.data ({kv_pages.data.dtype}) must be q's {q.dtype} for backend='gpu'")
     least = 8 if kv_pages.scales is None else 32  # scales come by TMA, 128 bytes at a time or more

@@ -1,9 +1,9 @@
 """Latent attention for GPUs: the decode kernel on pages of one latent row a token.
 
 As in FlashMLA a tile of latent rows is read once, as keys whole and as values but for its rotary part.
-The tile sits on the products' M side and 16 heads on their N side, as in decode.py; more heads are more blocks of
-16, which read the rows again, from L2. Pages are [num_pages, 1, page_size, 1, W], W = R + Hr up to a
-multiple of 64.
+The tile sits on the products' M side and 16 heads on their N side, as in decode.py; more heads are more
+blocks of 16, which read the rows again, from L2. Pages are [num_pages, 1, page_size, 1, W], W = R + Hr up to
+a multiple of 64.
 
 Prefill rows run as decodes, each of its own position: right, but a step of many rows reads the pages once
 a row, so that long prompts are better computed with keys and values by heads.
@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer_kernels.gpu.common import Logits, Visibility
-from jaxinfer_kernels.gpu.decode import MAX_SPLITS, DecodeKernel, make_work_list, merge_splits
+from jaxinfer_kernels.gpu.decode import DecodeKernel
+from jaxinfer_kernels.gpu.splits import MAX_SPLITS, make_work_list, merge_splits
 from jaxinfer_kernels.gpu.targets import Target, current_target
 from jaxinfer_kernels.layout import AttentionMetadata, KVPages, QueryTiles
 from jaxinfer_kernels.xla import write_rows

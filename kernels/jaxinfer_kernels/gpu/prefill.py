@@ -153,9 +153,7 @@ class _Prefill:
             kv_landed=plgpu.Barrier(num_arrivals=copies, num_barriers=1 if scales is None else 2),
             kv_consumed=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             key_sums=self.target.sums((MMA_ROWS, self.kv_tile), 1, warpgroups),
-            value_sums=self.target.sums(
-                (MMA_ROWS, value_columns[0].stop), len(value_columns), warpgroups
-            ),
+            value_sums=self.target.sums((MMA_ROWS, value_columns[0].stop), len(value_columns), warpgroups),
         )
         if scales is not None:
             narrow = (2, self.kv_tile, 2 * head_dim)
@@ -292,7 +290,9 @@ class _Prefill:
             plgpu.layout_cast(jnp.full((MMA_ROWS,), -jnp.inf, jnp.float32), by_row),
             plgpu.layout_cast(jnp.zeros((MMA_ROWS,), jnp.float32), by_row),
             tuple(
-                plgpu.layout_cast(jnp.zeros((MMA_ROWS, part.stop - part.start), jnp.float32), plgpu.Layout.WGMMA)
+                plgpu.layout_cast(
+                    jnp.zeros((MMA_ROWS, part.stop - part.start), jnp.float32), plgpu.Layout.WGMMA
+                )
                 for part in value_columns
             ),
         )

@@ -164,9 +164,7 @@ class Blackwell:
         products = self._products(sums, pairs, warpgroup)
         return tuple(acc + product for acc, product in zip(accs, products, strict=True))
 
-    def _products(
-        self, sums: Sums, pairs: Sequence[tuple[Ref, Ref]], warpgroup: Any
-    ) -> Iterator[jax.Array]:
+    def _products(self, sums: Sums, pairs: Sequence[tuple[Ref, Ref]], warpgroup: Any) -> Iterator[jax.Array]:
         """Starts all of them and waits, and loads each as it is asked for: there are few registers."""
         done, loaded = sums["done"].at[warpgroup], sums["loaded"].at[warpgroup]
         refs = [sums["memory"].at[warpgroup * len(pairs) + index] for index in range(len(pairs))]
