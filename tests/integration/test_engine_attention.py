@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def test_auto_is_plain_xla_on_gpus(capability: str, told: bool, monkeypatch: pyt
     """One line says so where there is no kernel: on Ampere."""
     lines: list[str] = []
     monkeypatch.setattr(resolve.logging, "info", lambda text, *args: lines.append(text % args))
-    device = SimpleNamespace(platform="gpu", compute_capability=capability, memory_stats=dict)
+    device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
     config = EngineConfig(model="m", attention="auto")
     assert resolve._backend(config, device, "bfloat16", "bfloat16") == "xla"
     assert [f"this one's is {capability}" in line for line in lines] == [True] * told
@@ -68,7 +69,7 @@ def test_auto_is_plain_xla_on_gpus(capability: str, told: bool, monkeypatch: pyt
 
 @pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0", "12.0"])
 def test_gpu_is_for_hopper_and_the_b200(capability: str) -> None:
-    device = SimpleNamespace(platform="gpu", compute_capability=capability, memory_stats=dict)
+    device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
     config = EngineConfig(model="m", attention="gpu")
     if capability in ("9.0", "10.0"):
         assert resolve._backend(config, device, "bfloat16", "bfloat16") == "gpu"

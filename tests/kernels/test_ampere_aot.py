@@ -68,7 +68,7 @@ def test_the_pool_stays_where_it_is_and_pages_are_read_as_they_are_used(
     pages = jax.eval_shape(partial(create_kv_pages, num_pages, PAGE, K, H, "bfloat16", "xla"))
     pages = jax.tree.map(lambda leaf: array(leaf.shape, leaf.dtype), pages)
     step = jax.jit(partial(paged_attention, scale=H**-0.5, backend="xla"), donate_argnums=3)
-    compiled = step.lower(q, k, v, pages, metadata).compile()
+    compiled: Any = step.lower(q, k, v, pages, metadata).compile()
 
     pool_bytes = pages.data.size * pages.data.dtype.itemsize
     memory, text = compiled.memory_analysis(), compiled.as_text()

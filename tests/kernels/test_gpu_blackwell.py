@@ -63,7 +63,7 @@ class TestInterpreted:
     @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
     def test_quantised_pages(self, kv_dtype: str) -> None:
         spec = AttentionSpec("window", 2, 1, 64, sliding_window=90, page_size=32)
-        check(make_case(spec, [140, 0, 7], [(60, 70)], **(HALF | dict(kv_dtype=kv_dtype))))
+        check(make_case(spec, [140, 0, 7], [(60, 70)], **{**HALF, "kv_dtype": kv_dtype}))
 
     @pytest.mark.slow
     def test_pages_moved(self) -> None:
@@ -85,7 +85,7 @@ class TestInterpreted:
 
     def test_what_does_not_fit_is_refused(self) -> None:
         spec = AttentionSpec("wide", 2, 1, 256, page_size=32)
-        case = make_case(spec, [40], [], **(HALF | dict(kv_dtype="int8")))
+        case = make_case(spec, [40], [], **{**HALF, "kv_dtype": "int8"})
         with pytest.raises(ValueError, match=r"\(int8\) does not fit the shared memory of Blackwell"):
             attention_cases.run(case)
 

@@ -7,9 +7,10 @@ Beside the product the kernels are the same.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ Ref = Any  # a Pallas reference: jax has no public type for it
 Sums = Any  # scratch of products, a pytree of Refs
 
 
-class Target(Protocol):
+class Target(ABC):
     """A generation.
 
     Attributes:
@@ -46,22 +47,23 @@ class Target(Protocol):
     swizzle_bytes: ClassVar[int]
     weights_in_registers: ClassVar[bool]
 
+    @abstractmethod
     def value_rows(self, values: tuple[int, int]) -> tuple[slice, ...]:
         """Neighbouring columns of a page's row, the values' among them: decode's products of values."""
-        ...
 
+    @abstractmethod
     def value_columns(self, head_dim: int) -> tuple[slice, ...]:
         """The parts of a value that prefill multiplies, a product each."""
-        ...
 
+    @abstractmethod
     def sums(self, shape: tuple[int, int], products: int, warpgroups: int = 1) -> Sums:
         """Scratch types for as many products at once, of a warpgroup."""
-        ...
 
+    @abstractmethod
     def multiply(self, sums: Sums, a: Ref, b: Ref, warpgroup: Any = 0) -> jax.Array:
         """The f32 product M x K by K x N of what is in shared memory, of which nothing is read any more."""
-        ...
 
+    @abstractmethod
     def add_products(
         self,
         accs: Sequence[jax.Array],
@@ -70,11 +72,10 @@ class Target(Protocol):
         warpgroup: Any = 0,
     ) -> tuple[jax.Array, ...]:
         """Each of accs and its pair's product, see `multiply`."""
-        ...
 
 
 @dataclass(frozen=True)
-class Hopper:
+class Hopper(Target):
     """wgmma, of sm_90a. See `Target`."""
 
     name = "Hopper"
@@ -116,7 +117,7 @@ class Hopper:
 
 
 @dataclass(frozen=True)
-class Blackwell:
+class Blackwell(Target):
     """tcgen05, of sm_100a (the B200; not the consumers' sm_120). See `Target`.
 
     Decode's products have 128 rows, prefill's 64, a warpgroup's own, which jax divides into two halves of
