@@ -48,7 +48,7 @@ def grouped_matmul(
     if sizes is None:
         raise ValueError(f"rhs{rhs.shape} must have multiples of 128 as its last two sizes for backend='tpu'")
     rows, inputs, outputs = sizes
-    key = f"{num_groups}x{num_inputs}x{num_outputs} {lhs.dtype.name}"
+    key = f"{num_groups}x{num_inputs}x{num_outputs} {lhs.dtype.name} rows {rows}"
     outputs = tuned("grouped_matmul", key).get("outputs", outputs)
     padded = jnp.pad(lhs, ((0, -num_rows % rows), (0, 0)))
     num_visits, *work = _visits(group_sizes, rows, padded.shape[0] // rows)
