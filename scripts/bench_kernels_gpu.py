@@ -44,7 +44,7 @@ from jaxinfer_kernels import (
     mla_pages_shape,
     paged_attention,
 )
-from jaxinfer_kernels.gpu import attention, mla, prefill
+from jaxinfer_kernels.gpu import attention, decode, mla, prefill
 from jaxinfer_kernels.gpu.common import MMA_ROWS, Visibility
 from jaxinfer_kernels.gpu.splits import make_work_list
 from jaxinfer_kernels.gpu.targets import Target, current_target
@@ -204,7 +204,7 @@ def decode_bytes(target: Target, spec: AttentionSpec, kv_dtype: str) -> float:
     head_dim = padded_head_dim(spec)
     rows = target.value_rows((head_dim, 2 * head_dim))
     columns = target.columns * -(-spec.num_heads // spec.num_kv_heads // target.columns)
-    results = spec.num_heads * (rows[-1].stop - rows[0].start) + spec.num_kv_heads * columns
+    results = spec.num_heads * (rows[-1].stop - rows[0].start + decode.SKEW) + spec.num_kv_heads * columns
     results *= 4 * 2  # written and read
     moved = num_rows * pages * spec.page_size * token + int(work.num_items[0]) * results
     needed = 2 * spec.num_kv_heads * (spec.head_dim * size + scales) * (length - first) * num_rows
@@ -217,7 +217,7 @@ def latent_bytes(target: Target, spec: LatentSpec) -> float:
     *_, width = mla_pages_shape(1, spec.page_size, spec.latent_dim, spec.rope_dim, "gpu")
     lens, splits = jnp.full(num_rows, length, jnp.int32), mla.MIN_SPLIT_TOKENS
     work = make_work_list(lens, MAX_TOKENS, Visibility(None, None), target.rows, min_split_tokens=splits)
-    results = spec.num_heads * (spec.latent_dim + 1) * 4 * 2
+    results = spec.num_heads * (spec.latent_dim + decode.SKEW + 1) * 4 * 2
     moved = num_rows * length * width * 2 + int(work.num_items[0]) * results
     return round(moved / (num_rows * length * (spec.latent_dim + spec.rope_dim) * 2), 3)
 

@@ -33,7 +33,6 @@ NAMES = {
     "grouped_matmul": {"outputs"},
 }
 ATTENTION = [entry for entry in ENTRIES if entry[1].startswith("paged_attention")]
-MATMULS = [entry for entry in ENTRIES if entry[1].endswith("matmul")]
 # What libtpu calls the chips, and what else jax knows them by (jax/_src/tpu_info.py).
 KINDS = {
     "tpu_v5_lite": ("TPU v5 lite", "TPU v5e"),
@@ -66,7 +65,7 @@ def test_entries_name_what_there_is(chip: str, op: str, key: str, sizes: dict[st
         assert num_outputs % sizes["outputs"] == 0
 
 
-@pytest.mark.parametrize("outputs", sorted({sizes["outputs"] for *_, sizes in MATMULS}))
+@pytest.mark.parametrize("outputs", (256, 512, 1024))
 def test_no_block_of_outputs_changes_a_product(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of small integers, whose sums are exact in any order: what is left is which block an output is of."""
     rng = np.random.default_rng(0)

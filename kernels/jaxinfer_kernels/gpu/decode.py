@@ -44,6 +44,8 @@ from jaxinfer_kernels.gpu.splits import WorkList, make_work_list, merge_splits
 from jaxinfer_kernels.gpu.targets import Ref, Sums, Target
 from jaxinfer_kernels.layout import QueryTiles
 
+SKEW = 4  # numbers between rows of results, so that what is stored transposed meets all banks
+
 
 def decode_attention(
     q: jax.Array,
@@ -99,7 +101,7 @@ class _Refs:
     q_smem: Ref  # [2, n, D]
     kv_smem: Ref  # [stages, tile, W], as in the pages
     weights_smem: Ref  # [n, tile]
-    out_smem: Ref  # [n, rows of the products], V of which are the values'
+    out_smem: Ref  # [n, rows of the products and SKEW], V of which are the values'
     lse_smem: Ref  # [n]
     q_ready: Ref  # two barriers
     q_consumed: Ref
@@ -177,7 +179,7 @@ class DecodeKernel:
         num_items, (query_blocks, columns, head_dim) = work.row.shape[0], q.shape[1:]
         stages, width, tile_tokens = self.num_stages, kv_pages.shape[3], self.target.rows
         parts = self.target.value_rows(self.values)
-        rows = parts[-1].stop - parts[0].start
+        rows = parts[-1].stop - parts[0].start + SKEW
         copies = copies_a_tile(tile_tokens, kv_pages.shape[2], scaled=scales is not None)
         scratch_types: dict[str, Any] = dict(
             q_smem=tiled_smem((2, columns, head_dim), q.dtype),
@@ -302,8 +304,7 @@ class DecodeKernel:
         for index, acc in enumerate(accs):
             rows = pl.ds(index * acc.shape[0], acc.shape[0])
             out = plgpu.layout_cast(acc / spread(total, acc.shape, 1, layout), self.target.transposed)
-            # Not optimised: against conflicts of banks, which matter little once an item.
-            plgpu.store(r.out_smem.at[:, rows].T, out, optimized=False)
+            r.out_smem.at[:, rows].T[...] = out
         r.lse_smem[...] = maximum + jnp.log2(total)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(r.out_smem.at[pl.ds(0, self.queries)], r.out.at[item.split, item.block])
