@@ -54,7 +54,7 @@ def milliseconds(case: Case, sizes: Sizes) -> tuple[float, str]:
     args = case.arguments(array)
     step, times = case.step(), []
     for _ in range(RUNS + 1):  # the first compiles
-        start_s = time.perf_counter()
+        start_s, out = time.perf_counter(), None
         for _ in range(LAUNCHES):
             out, args[case.in_place] = step(*args)
         jax.block_until_ready(out)

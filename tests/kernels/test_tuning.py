@@ -65,7 +65,7 @@ def test_entries_name_what_there_is(chip: str, op: str, key: str, sizes: dict[st
         assert num_outputs % sizes["outputs"] == 0
 
 
-@pytest.mark.parametrize("outputs", (256, 512, 1024))
+@pytest.mark.parametrize("outputs", [256, 512, 1024])
 def test_no_block_of_outputs_changes_a_product(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of small integers, whose sums are exact in any order: what is left is which block an output is of."""
     rng = np.random.default_rng(0)
