@@ -1,9 +1,10 @@
-"""What CUDA's compiler makes of the Hopper kernels, and what they read and multiply; no GPU needed.
+"""What CUDA's compiler makes of the GPU kernels, and what they read and multiply; no GPU needed.
 
-    .venv/bin/python scripts/bench_kernels_gpu.py [--specs=llama-3.1-8b,qwen3-32b] [--json=FILE]
+    .venv/bin/python scripts/bench_kernels_gpu.py [--chip=h100] [--specs=llama-3.1-8b,qwen3-32b]
 
 Needs jax's CUDA plugin, and ptxas and nvdisasm: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt
-nvidia-cuda-nvcc nvidia-cuda-nvdisasm (the first two in jax's version). Compiles for an H100 (sm_90a).
+nvidia-cuda-nvcc nvidia-cuda-nvdisasm (the first two in jax's version). Compiles for an H100 (sm_90a)
+or a B200 (sm_100a).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AbstractMesh, SingleDeviceSharding
 
 from jaxinfer.memory.gpu_targets import GPU_TARGETS
 from jaxinfer_kernels import (
@@ -45,6 +46,8 @@ from jaxinfer_kernels import (
 )
 from jaxinfer_kernels.gpu import attention, decode, mla, prefill
 from jaxinfer_kernels.gpu.common import MMA_ROWS, Visibility
+from jaxinfer_kernels.gpu.splits import make_work_list
+from jaxinfer_kernels.gpu.targets import Target, current_target
 from jaxinfer_kernels.specs import ATTENTION_SPECS, LATENT_SPECS, AttentionSpec, LatentSpec
 
 MAX_TOKENS = 8192
@@ -100,21 +103,36 @@ def attend(spec: AttentionSpec) -> Callable[..., Any]:
     return run
 
 
-def compile_step(run: Callable[..., Any], args: tuple[Any, ...], pages: int) -> tuple[Any, str]:
-    """The executable for an H100, and what the compilers wrote to stdout meanwhile.
+def describe(chip: str) -> Any:
+    """A device that is not there."""
+    target = dict(target_config=GPU_TARGETS[chip], topology="1x1x1")
+    return topologies.get_topology_desc(chip, platform="cuda", **target).devices[0]
+
+
+def lowering_for(chip: Any) -> Any:
+    """The context to lower kernels for a device in: Mosaic takes its compute capability from there."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("chip",), abstract_device=chip))
+
+
+def target_of(chip: Any) -> Target:
+    with lowering_for(chip):
+        return current_target()
+
+
+def compile_step(chip: Any, run: Callable[..., Any], args: tuple[Any, ...], pages: int) -> tuple[Any, str]:
+    """The executable for a chip, and what the compilers wrote to stdout meanwhile.
 
     The argument at `pages` is donated.
     """
-    target = dict(target_config=GPU_TARGETS["h100"], topology="1x1x1")
-    device = topologies.get_topology_desc("h100", platform="cuda", **target).devices[0]
-    placed = SingleDeviceSharding(device)
+    placed = SingleDeviceSharding(chip)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
     stdout = os.dup(1)
     with tempfile.TemporaryFile("w+") as log:
         os.dup2(log.fileno(), 1)
         try:
-            traced = jax.jit(run, donate_argnums=pages).trace(*args)
-            executable = traced.lower(lowering_platforms=("cuda",)).compile()
+            with lowering_for(chip):
+                traced = jax.jit(run, donate_argnums=pages).trace(*args)
+                executable = traced.lower(lowering_platforms=("cuda",)).compile()
         finally:
             os.dup2(stdout, 1)
             os.close(stdout)
@@ -122,31 +140,33 @@ def compile_step(run: Callable[..., Any], args: tuple[Any, ...], pages: int) -> 
         return executable, log.read()
 
 
-def report(spec: AttentionSpec, kind: str, kv_dtype: str, logs: dict[str, str]) -> dict[str, Any]:
+def report(chip: Any, spec: AttentionSpec, kind: str, kv_dtype: str, logs: dict[str, str]) -> dict[str, Any]:
     """One row of the table, quantised pages of 32 tokens at least."""
     if jnp.dtype(kv_dtype).itemsize == 1:
         spec = replace(spec, page_size=max(spec.page_size, 32))
     args = step(spec, kind, kv_dtype)
-    row = measure(attend(spec), args, 3, THREADS[kind], logs)
-    excess = decode_bytes(spec, kv_dtype) if kind == "decode" else prefill_flops(spec, kv_dtype)
+    row = measure(chip, attend(spec), args, 3, THREADS[kind], logs)
+    count = decode_bytes if kind == "decode" else prefill_flops
+    excess = count(target_of(chip), spec, kv_dtype)
     return dict(spec=spec.name, kernel=kind, kv_dtype=kv_dtype, **row, excess=excess)
 
 
-def latent_report(spec: LatentSpec, logs: dict[str, str]) -> dict[str, Any]:
+def latent_report(chip: Any, spec: LatentSpec, logs: dict[str, str]) -> dict[str, Any]:
     """One row of the table: decode of latent attention."""
     run = partial(mla_paged_attention, scale=1.0, backend="gpu")
-    row = measure(run, latent_step(spec), 4, THREADS["decode"], logs)
-    return dict(spec=spec.name, kernel="mla", kv_dtype="bfloat16", **row, excess=latent_bytes(spec))
+    row = measure(chip, run, latent_step(spec), 4, THREADS["decode"], logs)
+    excess = latent_bytes(target_of(chip), spec)
+    return dict(spec=spec.name, kernel="mla", kv_dtype="bfloat16", **row, excess=excess)
 
 
 def measure(
-    run: Callable[..., Any], args: tuple[Any, ...], pages: int, threads: int, logs: dict[str, str]
+    chip: Any, run: Callable[..., Any], args: tuple[Any, ...], pages: int, threads: int, logs: dict[str, str]
 ) -> dict[str, Any]:
     """What the compiler says of one step, of which the argument at `pages` is written in place.
 
     `logs` by kernel: the compiler is silent about one that it has had before.
     """
-    executable, log = compile_step(run, args, pages)
+    executable, log = compile_step(chip, run, args, pages)
     (kernel_hash,) = re.findall(r'kernel_hash = "(.*?)", module', executable.as_text())
     log = logs.setdefault(kernel_hash, log)
     memory, pool = executable.memory_analysis(), jax.tree.leaves(args[pages])
@@ -160,7 +180,7 @@ def measure(
         spill_bytes=int(stores) + int(loads),
         smem_bytes=int(smem),
         blocks_per_sm=min(by_registers, 233472 // (int(smem) + 1024)),
-        wgmmas=log.count("HGMMA"),
+        mmas=log.count("HGMMA") + log.count("UTCHMMA"),
         tma_loads=log.count("UTMALDG"),
         kernels=executable.as_text().count('custom_call_target="mosaic_gpu'),
         pool_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in pool),
@@ -170,7 +190,7 @@ def measure(
     )
 
 
-def decode_bytes(spec: AttentionSpec, kv_dtype: str) -> float:
+def decode_bytes(target: Target, spec: AttentionSpec, kv_dtype: str) -> float:
     """Bytes moved at 64 sequences of 4096 over those of K and V that the queries see, the heads' own."""
     length, num_rows = 4096, 64
     visibility = Visibility(spec.sliding_window, spec.attention_chunk)
@@ -179,30 +199,35 @@ def decode_bytes(spec: AttentionSpec, kv_dtype: str) -> float:
     size = jnp.dtype(kv_dtype).itemsize
     scales = 4 if size == 1 else 0
     token = 2 * spec.num_kv_heads * (padded_head_dim(spec) * size + scales)
-    work = decode.make_work_list(jnp.full(num_rows, length, jnp.int32), MAX_TOKENS, visibility)
-    columns = spec.num_kv_heads * (-(-spec.num_heads // spec.num_kv_heads // 8) * 8)
-    results = columns * (padded_head_dim(spec) + 1) * 4 * 2  # written and read
+    lens = jnp.full(num_rows, length, jnp.int32)
+    work = make_work_list(lens, MAX_TOKENS, visibility, target.rows)
+    head_dim = padded_head_dim(spec)
+    rows = target.value_rows((head_dim, 2 * head_dim))
+    columns = target.columns * -(-spec.num_heads // spec.num_kv_heads // target.columns)
+    results = spec.num_heads * (rows[-1].stop - rows[0].start + decode.SKEW) + spec.num_kv_heads * columns
+    results *= 4 * 2  # written and read
     moved = num_rows * pages * spec.page_size * token + int(work.num_items[0]) * results
     needed = 2 * spec.num_kv_heads * (spec.head_dim * size + scales) * (length - first) * num_rows
     return round(moved / needed, 3)
 
 
-def latent_bytes(spec: LatentSpec) -> float:
+def latent_bytes(target: Target, spec: LatentSpec) -> float:
     """As `decode_bytes`; all blocks of heads but the first find the rows in L2."""
     length, num_rows = 4096, 64
     *_, width = mla_pages_shape(1, spec.page_size, spec.latent_dim, spec.rope_dim, "gpu")
     lens, splits = jnp.full(num_rows, length, jnp.int32), mla.MIN_SPLIT_TOKENS
-    work = decode.make_work_list(lens, MAX_TOKENS, Visibility(None, None), min_split_tokens=splits)
-    results = spec.num_heads * (spec.latent_dim + 1) * 4 * 2
+    work = make_work_list(lens, MAX_TOKENS, Visibility(None, None), target.rows, min_split_tokens=splits)
+    results = spec.num_heads * (spec.latent_dim + decode.SKEW + 1) * 4 * 2
     moved = num_rows * length * width * 2 + int(work.num_items[0]) * results
     return round(moved / (num_rows * length * (spec.latent_dim + spec.rope_dim) * 2), 3)
 
 
-def prefill_flops(spec: AttentionSpec, kv_dtype: str) -> float:
+def prefill_flops(target: Target, spec: AttentionSpec, kv_dtype: str) -> float:
     """Products issued over products needed, for a chunk of 512 that ends at 8192, the heads' padding too."""
     visibility = Visibility(spec.sliding_window, spec.attention_chunk)
     head_dim = padded_head_dim(spec)
-    kv_tile, _ = attention.prefill_launch(head_dim, spec.page_size, visibility, jnp.dtype(kv_dtype).itemsize)
+    itemsize = jnp.dtype(kv_dtype).itemsize
+    kv_tile, _ = attention.prefill_launch(target, head_dim, spec.page_size, visibility, itemsize)
     tops = jnp.arange(8192 - 512, 8192, MMA_ROWS, dtype=jnp.int32)
     blocks = tops // 128 * 128
     begin = visibility.first(blocks) // kv_tile * kv_tile
@@ -218,18 +243,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--chip", default="h100", choices=("h100", "h200", "b200"))
     parser.add_argument("--specs", default="llama-3.1-8b,qwen3-32b", help=f"of {', '.join(names)}; or all")
     parser.add_argument("--kv_dtypes", default="bfloat16")
     parser.add_argument("--json", help="writes the table here too")
     args = parser.parse_args()
+    chip = describe(args.chip)
     wanted = names if args.specs == "all" else args.specs.split(",")
-    columns = ("registers", "spill_bytes", "smem_bytes", "blocks_per_sm", "wgmmas", "tma_loads", "excess")
+    columns = ("registers", "spill_bytes", "smem_bytes", "blocks_per_sm", "mmas", "tma_loads", "excess")
     print(f"{'spec':24}{'kernel':9}{'cache':15}" + "".join(f"{name:>15}" for name in columns))
     rows: list[dict[str, Any]] = []
     logs: dict[str, str] = {}
 
     def add(row: dict[str, Any]) -> None:
-        rows.append(row)
+        rows.append(dict(chip=args.chip) | row)
         line = "".join(f"{row[name]:>15}" for name in columns)
         print(f"{row['spec']:24}{row['kernel']:9}{row['kv_dtype']:15}{line}", flush=True)
 
@@ -237,10 +264,10 @@ def main() -> None:
         for kv_dtype in args.kv_dtypes.split(","):
             for kind in ("decode", "prefill"):
                 if spec.name in wanted:
-                    add(report(spec, kind, kv_dtype, logs))
+                    add(report(chip, spec, kind, kv_dtype, logs))
     for spec in LATENT_SPECS:
         if spec.name in wanted:
-            add(latent_report(spec, logs))
+            add(latent_report(chip, spec, logs))
     print("excess: decode, bytes moved over bytes seen; prefill, products issued over products needed")
     if args.json:
         with open(args.json, "w") as file:

@@ -86,6 +86,7 @@ def describe_device() -> tuple[dict[str, Any], Any]:
     """The device for the report, and the backend of its own kernels."""
     import jax
 
+    from jaxinfer.engine.resolve import GPU_CAPABILITIES
     from jaxinfer.memory.chips import CHIPS as FIGURES
 
     device = jax.devices()[0]
@@ -104,7 +105,7 @@ def describe_device() -> tuple[dict[str, Any], Any]:
     about = dict(platform=device.platform, kind=device.device_kind, jax=jax.__version__, published=figures)
     if device.platform == "tpu":
         return about, "tpu"
-    if device.platform == "gpu" and device.compute_capability == "9.0":
+    if device.platform == "gpu" and device.compute_capability in GPU_CAPABILITIES:
         return about, "gpu"
     return about, "xla"
 

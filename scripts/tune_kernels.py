@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Makes kernels/jaxinfer_kernels/data/CHIP.json: block sizes of the TPU's attention kernels, for some models.
+"""Makes kernels/jaxinfer_kernels/data/CHIP.json: block sizes of the TPU's kernels, for some models.
 
-    .venv/bin/python scripts/tune_kernels.py [--chips=v5e,v6e] [--shapes=llama-3.1-8b,qwen3-32b]
+    .venv/bin/python scripts/tune_kernels.py [--chips=v5e,v6e] [--models=llama-3.1-8b] [--ops=int4_matmul]
 
 On a TPU it times each candidate (and `--chips` is not given). Elsewhere it ranks them by what the chip's
-compiler schedules, which needs libtpu: bundles, about cycles, of a block of KV over its products. A schedule
+compiler schedules, which needs libtpu: bundles, about cycles, of a loop's body over its products. A schedule
 says nothing of how long copies take, so that sizes of buffers are left as they are.
 
-No candidate changes a result: how sums are associated (compute_tokens) is never tuned, and
-tests/kernels/test_tuning.py holds what is committed to that.
+No candidate changes a result: how sums are associated (attention's compute_tokens, the inputs of a matmul's
+block) is never tuned, and tests/kernels/test_tuning.py holds what is committed to that.
 """
 
 from __future__ import annotations
@@ -24,96 +24,40 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tuning_cases import SCHEDULED, SPECS, Case, Sizes, find_cases
 
-from jaxinfer_kernels import AttentionMetadata, KVPages, QueryTiles, kv_pages_shape, paged_attention
-from jaxinfer_kernels.specs import ATTENTION_SPECS, AttentionSpec
-from jaxinfer_kernels.tpu import attention
 from jaxinfer_kernels.tuning import chip_name, current_chip
 
 DATA = Path(__file__).parents[1] / "kernels" / "jaxinfer_kernels" / "data"
-SPECS = {spec.name: spec for spec in ATTENTION_SPECS}
-PAGE, SEQUENCES, CONTEXT, CHUNK, TILE = 128, 64, 4096, 512, 128
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-# What a schedule can rank, and what only a clock can.
-SCHEDULED = {
-    "paged_attention_decode": {"unroll": (8, 4, 2)},
-    "paged_attention_prefill": {"compute_rows": (512, 256, 1024)},
-}
-TIMED = {
-    "paged_attention_decode": {"unroll": (8, 4), "num_buffers": (3, 4, 6), "sequences": (8, 4, 16)},
-    "paged_attention_prefill": {"compute_rows": (512, 256, 1024), "num_buffers": (3, 4, 6)},
-}
+MODELS = ("llama-3.1-8b", "qwen3-32b", "mixtral-8x7b", "qwen3-30b-a3b")
 LAUNCHES, RUNS = 20, 5
-Sizes = dict[str, int]
-
-
-def candidates(op: str, *, timed: bool) -> list[Sizes]:
-    """All combinations; the kernel's defaults come first."""
-    choices = (TIMED if timed else SCHEDULED)[op]
-    return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-
-
-def use(op: str, sizes: Sizes) -> list[str]:
-    """Has the kernels take these sizes, for all keys of the op; returns the keys that they ask for."""
-    asked: list[str] = []
-
-    def tuned(name: str, key: str) -> Sizes:
-        if name != op:
-            return {}
-        asked.append(key)
-        return sizes
-
-    attention.tuned = tuned
-    return asked
-
-
-def step_arguments(spec: AttentionSpec, op: str, array: Any) -> tuple[Any, ...]:
-    """64 decodes of 4096 tokens, or a chunk of 512 that ends there; `array` makes an argument of a shape."""
-    width = CONTEXT // PAGE
-    sequences, rows = (SEQUENCES, SEQUENCES) if op.endswith("decode") else (1, CHUNK)
-    num_tiles = SEQUENCES if op.endswith("decode") else CHUNK // TILE
-    pages = np.tile(1 + np.arange(sequences * width).reshape(sequences, width), (num_tiles // sequences, 1))
-    ends = np.full(num_tiles, CONTEXT)
-    if not op.endswith("decode"):
-        ends = np.arange(CONTEXT - CHUNK, CONTEXT, TILE) + TILE
-    starts = ends - rows // num_tiles
-    tiles = QueryTiles(*(array(x.shape, jnp.int32, x) for x in (pages, starts, ends)))
-    index = array((rows,), jnp.int32, np.arange(rows) + PAGE)
-    by_kind = (tiles, None) if op.endswith("decode") else (None, tiles)
-    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-    shape = kv_pages_shape(sequences * width + 1, PAGE, spec.num_kv_heads, spec.head_dim, "tpu")
-    qkv = [array((rows, n, spec.head_dim), jnp.bfloat16) for n in heads]
-    return (*qkv, KVPages(array(shape, jnp.bfloat16), None), AttentionMetadata(index, *by_kind))
-
-
-def make_step(spec: AttentionSpec) -> Any:
-    return jax.jit(partial(paged_attention, scale=spec.head_dim**-0.5, backend="tpu"), donate_argnums=3)
 
 
 # --- On a device ----------------------------------------------------------------------------------
 
 
-def milliseconds(spec: AttentionSpec, op: str, sizes: Sizes) -> tuple[float, str]:
+def milliseconds(case: Case, sizes: Sizes) -> tuple[float, str]:
     """Of a launch, the median of several runs; and the key of the sizes."""
-    asked = use(op, sizes)
-    make = lambda shape, dtype, value=None: (  # noqa: E731
-        jnp.ones(shape, dtype) if value is None else jnp.asarray(value, dtype)
-    )
-    *qkv, pages, metadata = step_arguments(spec, op, make)
-    step, times = make_step(spec), []
+    asked = case.use(sizes)
+
+    def array(shape: tuple[int, ...], dtype: Any, value: Any = None) -> jax.Array:
+        return jnp.ones(shape, dtype) if value is None else jnp.asarray(value, dtype)
+
+    args = case.arguments(array)
+    step, times = case.step(), []
     for _ in range(RUNS + 1):  # the first compiles
-        start_s = time.perf_counter()
+        start_s, out = time.perf_counter(), None
         for _ in range(LAUNCHES):
-            _, pages = step(*qkv, pages, metadata)
-        jax.block_until_ready(pages)
+            out, args[case.in_place] = step(*args)
+        jax.block_until_ready(out)
         times.append((time.perf_counter() - start_s) / LAUNCHES * 1e3)
     return statistics.median(times[1:]), asked[0]
 
@@ -121,7 +65,7 @@ def milliseconds(spec: AttentionSpec, op: str, sizes: Sizes) -> tuple[float, str
 # --- By the compiler ------------------------------------------------------------------------------
 
 
-def compile_step(chip: str, spec: AttentionSpec, op: str, sizes: Sizes) -> None:
+def compile_step(chip: str, case: Case, sizes: Sizes) -> None:
     """In a process whose environment has the compiler dump what it schedules; prints file name and key."""
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -129,14 +73,14 @@ def compile_step(chip: str, spec: AttentionSpec, op: str, sizes: Sizes) -> None:
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
     mesh = Mesh(np.array(topology.devices[:1]), ("x",))
     place = NamedSharding(mesh, PartitionSpec())
-    asked = use(op, sizes)
+    asked = case.use(sizes)
     abstract = lambda shape, dtype, _=None: jax.ShapeDtypeStruct(shape, dtype, sharding=place)  # noqa: E731
     with jax.set_mesh(mesh):
-        make_step(spec).lower(*step_arguments(spec, op, abstract)).compile()
+        case.step().lower(*case.arguments(abstract)).compile()
     print(json.dumps([chip_name(topology.devices[0].device_kind), asked[0]]))
 
 
-def bundles_a_product(chip: str, spec: AttentionSpec, op: str, sizes: Sizes) -> tuple[float, str, str]:
+def bundles_a_product(chip: str, case: Case, sizes: Sizes) -> tuple[float, str, str]:
     """The cost, the chip's file name and the key of the sizes; infinite where it does not compile."""
     with tempfile.TemporaryDirectory() as directory:
         environment = dict(
@@ -147,7 +91,7 @@ def bundles_a_product(chip: str, spec: AttentionSpec, op: str, sizes: Sizes) -> 
             JAX_PLATFORMS="cpu",
             JAX_ENABLE_COMPILATION_CACHE="false",
         )
-        argument = json.dumps([chip, spec.name, op, sizes])
+        argument = json.dumps([chip, asdict(case), sizes])
         command = [sys.executable, __file__, f"--compile={argument}"]
         done = subprocess.run(
             command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
@@ -157,11 +101,11 @@ def bundles_a_product(chip: str, spec: AttentionSpec, op: str, sizes: Sizes) -> 
             return float("inf"), "", ""
         listings = [
             path
-            for path in Path(directory).glob("*paged_attention*final_bundles.txt")
+            for path in Path(directory).glob(f"*{case.op}*final_bundles.txt")
             if "schedule" not in path.name
         ]
         name, key = json.loads(done.stdout.splitlines()[-1])
-        return loop_cost(listings[0].read_text(), spec, sizes), name, key
+        return loop_cost(listings[0].read_text(), case, sizes), name, key
 
 
 def find_loops(listing: str) -> list[list[int]]:
@@ -188,19 +132,20 @@ def find_loops(listing: str) -> list[list[int]]:
     return found + loops
 
 
-def loop_cost(listing: str, spec: AttentionSpec, sizes: Sizes) -> float:
-    """Bundles a product: of decode's loop over blocks of KV, and of prefill's loop over heads and rows.
+def loop_cost(listing: str, case: Case, sizes: Sizes) -> float:
+    """Bundles a product: of decode's loop over KV, prefill's over heads and rows, a matmul's over blocks.
 
     Decode's is the innermost with all products that waits for copies; where the heads are a loop in it, the
     listing has that one's body once. Prefill's is much longer than what surrounds it.
     """
     loops = [loop for loop in find_loops(listing) if loop[2]]
-    if "compute_rows" in sizes:
+    if case.op != "paged_attention_decode":
         return min(bundles / products for _, bundles, products, _ in loops)
     most = max(products for _, _, products, _ in loops)
     inner = min(bundles for _, bundles, products, _ in loops if products == most)
     block = min(bundles for _, bundles, products, waits in loops if products == most and waits)
-    trips = spec.num_kv_heads // math.gcd(spec.num_kv_heads, sizes["unroll"])
+    num_kv_heads = SPECS[case.model].num_kv_heads
+    trips = num_kv_heads // math.gcd(num_kv_heads, sizes["unroll"])
     return (block + (trips - 1) * inner) / (most * trips)
 
 
@@ -209,35 +154,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--chips", default="v5e,v6e", help=f"of {', '.join(TOPOLOGIES)}; without a TPU")
-    parser.add_argument("--shapes", default="llama-3.1-8b,qwen3-32b", help="of specs.py")
+    parser.add_argument("--models", default=",".join(MODELS), help="of specs.py and tuning_cases.py")
+    parser.add_argument("--ops", default=",".join(SCHEDULED), help="all unless given")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.compile:
-        chip, shape, op, sizes = json.loads(args.compile)
-        compile_step(chip, SPECS[shape], op, sizes)
+        chip, case, sizes = json.loads(args.compile)
+        compile_step(chip, Case(**case), sizes)
         return
     timed = jax.default_backend() == "tpu"
     tables: dict[str, dict[str, dict[str, Sizes]]] = {}
-    for chip, shape, op in itertools.product(
-        [current_chip()] if timed else args.chips.split(","), args.shapes.split(","), SCHEDULED
-    ):
-        spec = replace(SPECS[shape], page_size=PAGE)
+    cases = find_cases(args.ops.split(","), args.models.split(","))
+    for chip, case in itertools.product([current_chip()] if timed else args.chips.split(","), cases):
         costs: list[tuple[float, Sizes, str, str]] = []
-        for sizes in candidates(op, timed=timed):
+        for sizes in case.candidates(timed=timed):
             if timed:
-                cost, key = milliseconds(spec, op, sizes)
+                cost, key = milliseconds(case, sizes)
                 name = chip
             else:
-                cost, name, key = bundles_a_product(chip, spec, op, sizes)
+                cost, name, key = bundles_a_product(chip, case, sizes)
             costs.append((cost, sizes, name, key))
-            print(
-                f"{chip:8}{shape:16}{op:26}{cost:10.3f} {'ms' if timed else 'bundles a product'}  {sizes}",
-                flush=True,
-            )
+            unit = "ms" if timed else "bundles a product"
+            print(f"{chip:8}{case.op:25}{key:38}{cost:10.3f} {unit}  {sizes}", flush=True)
         cost, best, name, key = min(costs, key=lambda cost: cost[0])
         if not math.isfinite(cost):
-            sys.exit(f"{op} does not compile for {chip} and {shape}")
-        tables.setdefault(name, {}).setdefault(op, {})[key] = best
+            sys.exit(f"{case} does not compile for {chip}")
+        tables.setdefault(name, {}).setdefault(case.op, {})[key] = best
     DATA.mkdir(exist_ok=True)
     for name, table in tables.items():
         path = DATA / f"{name}.json"

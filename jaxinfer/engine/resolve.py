@@ -27,7 +27,8 @@ from jaxinfer_kernels import Backend, kv_tile_tokens, prefill_tile_tokens
 # On a host, whose memory other programs share, the cache takes so much unless told otherwise.
 CPU_KV_CACHE_BYTES = GIB
 DTYPES = ("float32", "bfloat16", "float16")
-HOPPER = "9.0"  # the compute capability of the GPUs that attention=gpu is for
+# Compute capabilities of the GPUs that attention=gpu is for: Hopper's, and the B200's.
+GPU_CAPABILITIES = ("9.0", "10.0")
 SMALLEST_TPU_PAGE = 16  # tokens: rows that a TPU's memory is addressed by
 
 
@@ -210,11 +211,20 @@ def _backend(config: EngineConfig, device: Device, *dtypes: str, cpu_kernels: bo
             f"{' and '.join(dtypes)} on a {device.platform}): use attention=xla"
         )
     capability = getattr(device, "compute_capability", None)
-    if backend == "gpu" and device.platform == "gpu" and capability != HOPPER:
-        raise ConfigError(
-            f"attention=gpu has kernels for Hopper GPUs, of compute capability {HOPPER}, and this one's is "
-            f"{capability}: use attention=xla"
-        )
+    if device.platform == "gpu" and capability not in GPU_CAPABILITIES:
+        known = " or ".join(GPU_CAPABILITIES)
+        if backend == "gpu":
+            raise ConfigError(
+                f"attention=gpu has kernels for GPUs of compute capability {known}, and this one's is "
+                f"{capability}: use attention=xla"
+            )
+        if config.attention == "auto":
+            logging.info(
+                "attention=auto is plain XLA: there are kernels for GPUs of compute capability %s, and this "
+                "one's is %s",
+                known,
+                capability,
+            )
     if backend == "gpu" and dtypes not in {("bfloat16", "bfloat16"), ("float16", "float16")}:
         raise ConfigError(
             f"dtype={config.dtype!r} and kv_cache_dtype={config.kv_cache_dtype!r} must both be bfloat16 or "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxinfer.config import ConfigError
+from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.engine import resolve
 from jaxinfer.types import SamplingParams
 from tests.integration.engines import make_engine, run, tokens, write_byte_tokenizer
 
@@ -51,3 +54,25 @@ def test_what_the_kernel_does_not_have_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_engine(tokenizer, attention="tpu", **{**SIZES, **changes})
+
+
+@pytest.mark.parametrize(("capability", "told"), [("8.0", True), ("9.0", False), ("10.0", False)])
+def test_auto_is_plain_xla_on_gpus(capability: str, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line says so where there is no kernel: on Ampere."""
+    lines: list[str] = []
+    monkeypatch.setattr(resolve.logging, "info", lambda text, *args: lines.append(text % args))
+    device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
+    config = EngineConfig(model="m", attention="auto")
+    assert resolve._backend(config, device, "bfloat16", "bfloat16") == "xla"
+    assert [f"this one's is {capability}" in line for line in lines] == [True] * told
+
+
+@pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0", "12.0"])
+def test_gpu_is_for_hopper_and_the_b200(capability: str) -> None:
+    device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
+    config = EngineConfig(model="m", attention="gpu")
+    if capability in ("9.0", "10.0"):
+        assert resolve._backend(config, device, "bfloat16", "bfloat16") == "gpu"
+        return
+    with pytest.raises(ConfigError, match=rf"this one's is {capability}: use attention=xla"):
+        resolve._backend(config, device, "bfloat16", "bfloat16")

@@ -226,7 +226,6 @@ def test_a_gguf_header_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--chip=v3"], "chip='v3' must be one of cpu, v4"),
         (["--chip=v5e", "--mesh=1x64"], "64-way tensor parallelism needs as many query heads"),
         (["--chip=v5e", "--max_model_len=200000"], "must be at most 131072"),
-        (["--chip=b200", "--attention=gpu"], "this one's is 10.0: use attention=xla"),
         # 32 slots in each of 2 groups.
         (
             ["--chip=v5e", "--mesh=2x4", "--batch=65"],

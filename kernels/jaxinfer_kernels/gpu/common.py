@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: shared-memory layouts, what a query sees, the logits' arithmetic."""
+"""What the kernels share: shared-memory layouts, what a query sees, the logits' arithmetic."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-COMPUTE_CAPABILITY = "9.0"  # wgmma is in sm_90a alone
+from jaxinfer_kernels.gpu.targets import Ref
+
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a row that sees nothing yet stays free of NaN
 SWIZZLE_BYTES = 128
-MMA_ROWS = 64  # wgmma's M, a warpgroup's rows
-
-Ref = Any  # a Pallas reference: jax has no public type for it
+MMA_ROWS = 64  # a warpgroup's rows
 
 
-def tiled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the layout that TMA writes and wgmma reads: 8 rows of 128 bytes, swizzled."""
-    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+def tiled_smem(shape: tuple[int, ...], dtype: Any, swizzle_bytes: int = SWIZZLE_BYTES) -> Any:
+    """Shared memory in the layout that TMA writes and products read: 8 rows of so many bytes, swizzled."""
+    columns = swizzle_bytes // jnp.dtype(dtype).itemsize
     tiling: Any = plgpu.TilingTransform  # abstract to a type checker, which does not see its base's maker
     swizzle: Any = plgpu.SwizzleTransform
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, columns)), swizzle(SWIZZLE_BYTES)))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, columns)), swizzle(swizzle_bytes)))
 
 
 def compiler_params(reduction_scratch_bytes: int) -> plgpu.CompilerParams:
-    """The scratch serves reductions across warps: those along wgmma's M side."""
+    """The scratch serves reductions across warps: those along a product's M side."""
     return plgpu.CompilerParams(
         approx_math=True,
         lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -51,25 +50,23 @@ def interpret_params(interpret: Any) -> Any:
     return plgpu.InterpretGPUParams()
 
 
-def check_chip(interpret: Any) -> None:
-    """Raises ValueError where the GPU that is here is none that the kernels are for."""
-    device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    if device.platform == "gpu" and capability != COMPUTE_CAPABILITY and not interpret:
-        raise ValueError(
-            f"backend='gpu' has kernels for Hopper, of compute capability {COMPUTE_CAPABILITY}, and "
-            f"{device.device_kind} has {capability}: use backend='xla'"
-        )
-
-
 def ceil_div(numerator: Any, denominator: int) -> Any:
     """Of non-negative kernel scalars."""
     return lax.div(numerator + (denominator - 1), jnp.int32(denominator))
 
 
-def row_positions(shape: tuple[int, int], axis: int, start: Any) -> jax.Array:
-    """start + the index along an axis, in a wgmma accumulator's layout."""
-    return start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+def row_positions(
+    shape: tuple[int, int], axis: int, start: Any, layout: Any = plgpu.Layout.WGMMA
+) -> jax.Array:
+    """start + the index along an axis, in the layout of sums."""
+    return start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+
+
+def spread(
+    vector: jax.Array, shape: tuple[int, int], axis: int, layout: Any = plgpu.Layout.WGMMA
+) -> jax.Array:
+    """A vector along an axis of a matrix, in the layout of sums, of which it is in the reduced one."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), layout)
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,7 @@ def copies_a_tile(tokens: int, page_size: int, *, scaled: bool) -> int:
 
 
 def widen_tile(narrow: Ref, wide: Ref, tile: TileOfKV) -> None:
-    """int8 or float8 [tokens, 2H] as wgmma's two-byte floats, exactly; zeros where nobody looks."""
+    """int8 or float8 [tokens, 2H] as two-byte floats, exactly; zeros where nobody looks."""
     tokens, columns = narrow.shape
     for row in range(0, tokens, MMA_ROWS):
         positions = row_positions((MMA_ROWS, SWIZZLE_BYTES), 0, tile.position + row)

@@ -3,14 +3,14 @@
 Memory-bound, so everything serves the stream of pages. A persistent grid takes work items (one split of
 one sequence, one KV head) from a list made once a step; in each block a producer warpgroup copies pages
 by TMA into a ring of stages, across the borders of items, while one warpgroup computes. The tile of KV
-sits on wgmma's M side (64 rows) and the group's queries on its N side, of which 8 suffice.
+sits on the products' M side (64 rows on Hopper, 128 on Blackwell) and the group's queries on their N side,
+of which 8 suffice (16).
 
-Splits (Dao et al., Flash-Decoding, 2023) start at multiples of their size from the first visible
-tile, and their size follows from the visible length alone: results do not depend on the batch.
+Splits are made and merged in splits.py.
 
-Dims: R sequences, N query heads, K kv heads, G queries a kv head, n = G up to a multiple of 8,
-H head_dim of the pages, S splits a sequence at most, I = R * S splits in all, B blocks of n queries that
-attend to pages together, W columns of a page's row, D of a key, V of a value.
+Dims: R sequences, N query heads, K kv heads, G queries a kv head, n = G up to a multiple of that,
+H head_dim of the pages, I splits in all, B blocks of n queries that attend to pages together, W columns of a
+page's row, D of a key, V of a value.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer_kernels.gpu.common import (
-    LOG2E,
     MASKED,
-    MMA_ROWS,
     Logits,
-    Ref,
     TileOfKV,
     Visibility,
     ceil_div,
@@ -39,14 +36,15 @@ from jaxinfer_kernels.gpu.common import (
     copy_tile,
     interpret_params,
     row_positions,
+    spread,
     tiled_smem,
     widen_tile,
 )
+from jaxinfer_kernels.gpu.splits import WorkList, make_work_list, merge_splits
+from jaxinfer_kernels.gpu.targets import Ref, Sums, Target
 from jaxinfer_kernels.layout import QueryTiles
 
-TILE_TOKENS = MMA_ROWS
-MAX_SPLITS = 16
-MIN_SPLIT_TOKENS = 512  # the results of smaller ones are too large a part of what is moved
+SKEW = 4  # numbers between rows of results, so that what is stored transposed meets all banks
 
 
 def decode_attention(
@@ -55,6 +53,7 @@ def decode_attention(
     scales: jax.Array | None,
     tiles: QueryTiles,
     *,
+    target: Target,
     logits: Logits,
     visibility: Visibility,
     sinks: jax.Array | None,
@@ -66,64 +65,23 @@ def decode_attention(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = kv_pages.shape[1]
     group = num_heads // num_kv_heads
-    padding = (-group % 8, kv_pages.shape[3] // 2 - head_dim)
+    padding = (-group % target.columns, kv_pages.shape[3] // 2 - head_dim)
     queries = q.reshape(num_rows, num_kv_heads, group, head_dim)
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padding[0]), (0, padding[1])))
-    work = make_work_list(tiles.kv_len, tiles.page_table.shape[1] * kv_pages.shape[2], visibility)
+    max_tokens = tiles.page_table.shape[1] * kv_pages.shape[2]
+    work = make_work_list(tiles.kv_len, max_tokens, visibility, target.rows)
     kernel = DecodeKernel(
+        target=target,
         logits=logits,
         visibility=visibility,
         values=(kv_pages.shape[3] // 2, kv_pages.shape[3]),
+        queries=group,
         num_blocks=num_blocks,
         num_stages=num_stages,
         interpret=interpret,
     )
     partial_out, partial_lse = kernel(queries, kv_pages, scales, tiles, work)
     return merge_splits(partial_out, partial_lse, work, sinks, q)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class WorkList:
-    """Splits in the order of their sequences; the first `num_items` count. Positions are the sequence's."""
-
-    num_items: jax.Array  # [1] i32
-    row: jax.Array  # [I] i32
-    begin: jax.Array  # [I] i32, a multiple of the tile
-    end: jax.Array  # [I] i32, a multiple of the tile or the sequence's length
-    first_item: jax.Array  # [R] i32
-    num_splits: jax.Array  # [R] i32; 0 for a row of padding
-
-
-def make_work_list(
-    kv_len: jax.Array,
-    max_tokens: int,
-    visibility: Visibility,
-    *,
-    max_splits: int = MAX_SPLITS,
-    min_split_tokens: int = MIN_SPLIT_TOKENS,
-) -> WorkList:
-    """Splits the visible part of each sequence of kv_len [R] positions, max_tokens of them at most.
-
-    A split is min_split_tokens positions, doubled until max_splits of them hold the visible part.
-    """
-    visible_limit = min(max_tokens, visibility.limit(max_tokens) + TILE_TOKENS - 1)
-    first = visibility.first(jnp.maximum(kv_len - 1, 0)) // TILE_TOKENS * TILE_TOKENS
-    visible = kv_len - first
-    size = min_split_tokens
-    sizes = jnp.full_like(kv_len, size)
-    while size * max_splits < visible_limit:
-        sizes = jnp.where(visible > size * max_splits, 2 * size, sizes)
-        size *= 2
-    num_splits = (visible + sizes - 1) // sizes  # 0 where the length is 0
-    ends = jnp.cumsum(num_splits)
-    items = jnp.arange(kv_len.shape[0] * min(max_splits, -(-visible_limit // min_split_tokens)))
-    row = jnp.searchsorted(ends, items, side="right", method="compare_all")
-    row = jnp.minimum(row, kv_len.shape[0] - 1).astype(jnp.int32)
-    first_item = ends - num_splits
-    begin = (first[row] + (items - first_item[row]) * sizes[row]).astype(jnp.int32)
-    end = jnp.minimum(begin + sizes[row], kv_len[row])
-    return WorkList(ends[-1:], row, begin, end, first_item, num_splits)
 
 
 @dataclass(frozen=True)
@@ -143,12 +101,14 @@ class _Refs:
     q_smem: Ref  # [2, n, D]
     kv_smem: Ref  # [stages, tile, W], as in the pages
     weights_smem: Ref  # [n, tile]
-    out_smem: Ref  # [V, n]
+    out_smem: Ref  # [n, rows of the products and SKEW], V of which are the values'
     lse_smem: Ref  # [n]
     q_ready: Ref  # two barriers
     q_consumed: Ref
     kv_ready: Ref  # a barrier a stage
     kv_consumed: Ref
+    key_sums: Sums
+    value_sums: Sums
     scales: Ref = None  # of quantised pages, as what follows
     scales_smem: Ref = None  # [stages, 2, tile]
     wide_smem: Ref = None  # [tile, W]
@@ -158,6 +118,7 @@ class _Refs:
 class _Item:
     """One split of one sequence and one block of queries, as kernel scalars. Positions are the sequence's."""
 
+    tile_tokens: int
     split: Any  # its index in the work list
     row: Any
     block: Any  # of queries
@@ -169,7 +130,7 @@ class _Item:
     q_slot: Any
 
     def tile(self, index: Any) -> TileOfKV:
-        return TileOfKV(self.row, self.head, self.begin + index * TILE_TOKENS, self.first, self.length)
+        return TileOfKV(self.row, self.head, self.begin + index * self.tile_tokens, self.first, self.length)
 
 
 @dataclass(frozen=True)
@@ -177,16 +138,20 @@ class DecodeKernel:
     """The kernel for pages whose rows hold a key, as wide as the queries, and somewhere a value.
 
     Attributes:
+      target: the generation of GPUs.
       logits, visibility: of the layer.
       values: the first column of a page's row that is the value's, and one past the last.
+      queries: how many of a block's n are no padding.
       num_blocks: of the grid.
       num_stages: tiles of KV in shared memory.
       interpret: False, True or jax's parameters.
     """
 
+    target: Target
     logits: Logits
     visibility: Visibility
     values: tuple[int, int]
+    queries: int
     num_blocks: int
     num_stages: int
     interpret: Any
@@ -209,29 +174,33 @@ class DecodeKernel:
           work: the splits.
 
         Returns:
-          Normalised outputs [I, B, V, n] f32 and base-2 log-sum-exps [I, B, n].
+          Normalised outputs [I, B, queries, V] f32 and base-2 log-sum-exps [I, B, n].
         """
         num_items, (query_blocks, columns, head_dim) = work.row.shape[0], q.shape[1:]
-        stages, width, value_dim = self.num_stages, kv_pages.shape[3], self.values[1] - self.values[0]
-        copies = copies_a_tile(TILE_TOKENS, kv_pages.shape[2], scaled=scales is not None)
+        stages, width, tile_tokens = self.num_stages, kv_pages.shape[3], self.target.rows
+        parts = self.target.value_rows(self.values)
+        rows = parts[-1].stop - parts[0].start + SKEW
+        copies = copies_a_tile(tile_tokens, kv_pages.shape[2], scaled=scales is not None)
         scratch_types: dict[str, Any] = dict(
             q_smem=tiled_smem((2, columns, head_dim), q.dtype),
-            kv_smem=tiled_smem((stages, TILE_TOKENS, width), kv_pages.dtype),
-            weights_smem=tiled_smem((columns, TILE_TOKENS), q.dtype),
-            out_smem=plgpu.SMEM((value_dim, columns), jnp.float32),
+            kv_smem=tiled_smem((stages, tile_tokens, width), kv_pages.dtype),
+            weights_smem=tiled_smem((columns, tile_tokens), q.dtype),
+            out_smem=plgpu.SMEM((columns, rows), jnp.float32),
             lse_smem=plgpu.SMEM((columns,), jnp.float32),
             q_ready=plgpu.Barrier(num_barriers=2),
             q_consumed=plgpu.Barrier(num_barriers=2),
             kv_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             kv_consumed=plgpu.Barrier(num_barriers=stages),
+            key_sums=self.target.sums((tile_tokens, columns), 1),
+            value_sums=self.target.sums((tile_tokens, columns), len(parts)),
         )
         if scales is not None:
-            scratch_types["scales_smem"] = plgpu.SMEM((stages, 2, TILE_TOKENS), jnp.float32)
-            scratch_types["wide_smem"] = tiled_smem((TILE_TOKENS, width), q.dtype)
+            scratch_types["scales_smem"] = plgpu.SMEM((stages, 2, tile_tokens), jnp.float32)
+            scratch_types["wide_smem"] = tiled_smem((tile_tokens, width), q.dtype)
         run = plgpu.kernel(
             self._body,
             out_type=(
-                jax.ShapeDtypeStruct((num_items, query_blocks, value_dim, columns), jnp.float32),
+                jax.ShapeDtypeStruct((num_items, query_blocks, self.queries, rows), jnp.float32),
                 jax.ShapeDtypeStruct((num_items, query_blocks, columns), jnp.float32),
             ),
             scratch_types=scratch_types,
@@ -245,7 +214,9 @@ class DecodeKernel:
         )
         lists = (work.num_items, work.row, work.begin, work.end)
         scaled = () if scales is None else (scales,)
-        return run(q, kv_pages, tiles.page_table, tiles.kv_len, *lists, *scaled)
+        out, lse = run(q, kv_pages, tiles.page_table, tiles.kv_len, *lists, *scaled)
+        first, last = (column - parts[0].start for column in self.values)
+        return out[..., first:last], lse
 
     def _body(self, *refs: Ref, **scratch: Ref) -> None:
         *inputs, out, lse = refs
@@ -271,12 +242,13 @@ class DecodeKernel:
         length = r.kv_len[row]
         block = flat - split * query_blocks
         return _Item(
+            tile_tokens=self.target.rows,
             split=split,
             row=row,
             block=block,
             head=lax.div(block, jnp.int32(query_blocks // num_kv_heads)),
             begin=begin,
-            num_tiles=ceil_div(r.ends[split] - begin, TILE_TOKENS),
+            num_tiles=ceil_div(r.ends[split] - begin, self.target.rows),
             first=self.visibility.first(length - 1),
             length=length,
             q_slot=lax.rem(index, jnp.int32(2)),
@@ -311,118 +283,76 @@ class DecodeKernel:
     def _attend_item(self, r: _Refs, index: Any, step: Any) -> Any:
         """Attends to one item's tiles and stores its part of the output. See `_fetch_item`."""
         item = self._item(r, index)
-        value_dim, columns = r.out_smem.shape
+        layout, columns = self.target.layout, r.out_smem.shape[0]
+        parts = self.target.value_rows(self.values)
         plgpu.barrier_wait(r.q_ready.at[item.q_slot])
-        by_column = plgpu.Layout.WGMMA.reduce(0)
+        by_column = layout.reduce(0)
         carry = (
             step,
             plgpu.layout_cast(jnp.full((columns,), -jnp.inf, jnp.float32), by_column),
             plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), by_column),
-            plgpu.layout_cast(jnp.zeros((value_dim, columns), jnp.float32), plgpu.Layout.WGMMA),
+            tuple(
+                plgpu.layout_cast(jnp.zeros((part.stop - part.start, columns), jnp.float32), layout)
+                for part in parts
+            ),
         )
-        step, maximum, total, acc = lax.fori_loop(
+        step, maximum, total, accs = lax.fori_loop(
             0, item.num_tiles, lambda tile, carry: self._attend_tile(r, item, tile, carry), carry
         )
         plgpu.barrier_arrive(r.q_consumed.at[item.q_slot])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        r.out_smem[...] = acc / lax.broadcast_in_dim(total, acc.shape, [1])
+        for index, acc in enumerate(accs):
+            rows = pl.ds(index * acc.shape[0], acc.shape[0])
+            out = plgpu.layout_cast(acc / spread(total, acc.shape, 1, layout), self.target.transposed)
+            r.out_smem.at[:, rows].T[...] = out
         r.lse_smem[...] = maximum + jnp.log2(total)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(r.out_smem, r.out.at[item.split, item.block])
+        plgpu.copy_smem_to_gmem(r.out_smem.at[pl.ds(0, self.queries)], r.out.at[item.split, item.block])
         plgpu.copy_smem_to_gmem(r.lse_smem, r.lse.at[item.split, item.block])
         return step
 
     def _attend_tile(self, r: _Refs, item: _Item, tile: Any, carry: Any) -> Any:
         """One step of the online softmax (Milakov and Gimelshein, arXiv 1805.02867), transposed."""
-        step, maximum, total, acc = carry
+        step, maximum, total, accs = carry
         stage = lax.rem(step, jnp.int32(self.num_stages))
-        place = item.tile(tile)
-        shape = (TILE_TOKENS, r.q_smem.shape[1])
-        head_dim = r.q_smem.shape[2]
+        place, layout, tile_tokens = item.tile(tile), self.target.layout, self.target.rows
+        shape = (tile_tokens, r.q_smem.shape[1])
         plgpu.barrier_wait(r.kv_ready.at[stage])
         kv_smem, k_scales, v_scales = r.kv_smem.at[stage], None, None
         if r.scales is not None:
-            kv_smem, by_row = r.wide_smem, plgpu.Layout.WGMMA.reduce(1)
+            kv_smem, by_row = r.wide_smem, layout.reduce(1)
             k_scales, v_scales = (plgpu.load(r.scales_smem.at[stage, i], layout=by_row) for i in range(2))
             widen_tile(r.kv_smem.at[stage], kv_smem, place)
             plgpu.commit_smem()
             plgpu.barrier_arrive(r.kv_consumed.at[stage])
-        keys = kv_smem.at[:, pl.ds(0, head_dim)]
-        values = kv_smem.at[:, pl.ds(self.values[0], self.values[1] - self.values[0])]
-
-        def multiply_keys(ref: Ref) -> jax.Array:
-            plgpu.wgmma(ref, keys, r.q_smem.at[item.q_slot].T)
-            return ref[...]
-
-        products = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        keys, queries = kv_smem.at[:, pl.ds(0, r.q_smem.shape[2])], r.q_smem.at[item.q_slot].T
+        products = self.target.multiply(r.key_sums, keys, queries)
         if k_scales is not None:
-            products *= lax.broadcast_in_dim(k_scales, shape, [0])
-        positions = row_positions(shape, 0, place.position)
+            products *= spread(k_scales, shape, 0, layout)
+        positions = row_positions(shape, 0, place.position, layout)
         seen = (positions >= item.first) & (positions < item.length)
         logits = jnp.where(seen, self.logits(products), MASKED)
         new_maximum = jnp.maximum(maximum, logits.max(axis=0))
-        weights = jnp.exp2(logits - lax.broadcast_in_dim(new_maximum, shape, [1]))
+        weights = jnp.exp2(logits - spread(new_maximum, shape, 1, layout))
         rescale = jnp.exp2(maximum - new_maximum)
         total = total * rescale + weights.sum(axis=0)
         if v_scales is not None:
-            weights = jnp.where(seen, weights * lax.broadcast_in_dim(v_scales, shape, [0]), 0.0)
-        weights = plgpu.layout_cast(weights.astype(r.weights_smem.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+            weights = jnp.where(seen, weights * spread(v_scales, shape, 0, layout), 0.0)
+        weights = plgpu.layout_cast(weights.astype(r.weights_smem.dtype), self.target.transposed)
         r.weights_smem.T[...] = weights
 
         if r.scales is None:
 
-            @pl.when(jnp.logical_not(place.is_whole(TILE_TOKENS)))
+            @pl.when(jnp.logical_not(place.is_whole(tile_tokens)))
             def _() -> None:
-                clear_unseen(values, place)
+                clear_unseen(kv_smem.at[:, pl.ds(self.values[0], self.values[1] - self.values[0])], place)
 
         plgpu.commit_smem()
-
-        def multiply_values(ref: Ref) -> jax.Array:
-            plgpu.wgmma(ref, values.T, r.weights_smem.T)
-            return ref[...]
-
-        weighted = pl.run_scoped(multiply_values, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))
+        parts = self.target.value_rows(self.values)
+        values = [kv_smem.at[:, pl.ds(part.start, part.stop - part.start)].T for part in parts]
+        accs = tuple(acc * spread(rescale, acc.shape, 1, layout) for acc in accs)
+        pairs = [(value, r.weights_smem.T) for value in values]
+        accs = self.target.add_products(accs, r.value_sums, pairs)
         if r.scales is None:
             plgpu.barrier_arrive(r.kv_consumed.at[stage])
-        acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [1]) + weighted
-        return step + 1, new_maximum, total, acc
-
-
-def merge_splits(
-    partial_out: jax.Array, partial_lse: jax.Array, work: WorkList, sinks: jax.Array | None, q: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Joins each sequence's splits, one after the other so that the sum's order is fixed.
-
-    Args:
-      partial_out: [I, B, V, n] f32, each split's own softmax applied.
-      partial_lse: [I, B, n] f32, base 2.
-      work: the splits.
-      sinks: [N] logits that take weight and give no value, or None.
-      q: [R, N, E], for the shape and dtype of the outputs; N / B of n columns and E of V count.
-
-    Returns:
-      [R, N, E] outputs, zeros in rows of padding, and natural log-sum-exps [R, N].
-    """
-    num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = partial_out.shape[1]
-    group = num_heads // num_kv_heads
-    partial_out = partial_out[:, :, :head_dim, :group].swapaxes(2, 3)
-    splits = range(partial_out.shape[0] // num_rows)
-    used = [(split < work.num_splits)[:, None, None] for split in splits]
-    items = [jnp.where(split < work.num_splits, work.first_item + split, 0) for split in splits]
-    lses = [jnp.where(used[s], partial_lse[items[s], :, :group], MASKED) for s in splits]  # [R, K, G]
-    maximum = jnp.stack(lses).max(0)
-    total = jnp.zeros_like(maximum)
-    if sinks is not None:
-        sink = (sinks.astype(jnp.float32) * LOG2E).reshape(num_kv_heads, group)
-        maximum = jnp.maximum(maximum, sink)
-        total = jnp.exp2(sink - maximum)
-    out = jnp.zeros((num_rows, num_kv_heads, group, head_dim), jnp.float32)
-    for split in splits:
-        weight = jnp.where(used[split], jnp.exp2(lses[split] - maximum), 0)
-        total += weight
-        # Where, since what no split has written may be NaN.
-        out += jnp.where(used[split][..., None], weight[..., None] * partial_out[items[split]], 0)
-    out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    lse = (maximum + jnp.log2(total)) / LOG2E
-    return out.reshape(q.shape).astype(q.dtype), lse.reshape(num_rows, num_heads)
+        return step + 1, new_maximum, total, accs

@@ -1,9 +1,9 @@
-"""Latent attention for the Hopper generation: the decode kernel on pages of one latent row a token.
+"""Latent attention for GPUs: the decode kernel on pages of one latent row a token.
 
 As in FlashMLA a tile of latent rows is read once, as keys whole and as values but for its rotary part.
-The tile sits on wgmma's M side and 16 heads on its N side, as in decode.py; more heads are more blocks of
-16, which read the rows again, from L2. Pages are [num_pages, 1, page_size, 1, W], W = R + Hr up to a
-multiple of 64.
+The tile sits on the products' M side and 16 heads on their N side, as in decode.py; more heads are more
+blocks of 16, which read the rows again, from L2. Pages are [num_pages, 1, page_size, 1, W], W = R + Hr up to
+a multiple of 64.
 
 Prefill rows run as decodes, each of its own position: right, but a step of many rows reads the pages once
 a row, so that long prompts are better computed with keys and values by heads.
@@ -18,14 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer_kernels.gpu.attention import NUM_SMS
-from jaxinfer_kernels.gpu.common import Logits, Visibility, check_chip
-from jaxinfer_kernels.gpu.decode import MAX_SPLITS, DecodeKernel, make_work_list, merge_splits
+from jaxinfer_kernels.gpu.common import Logits, Visibility
+from jaxinfer_kernels.gpu.decode import DecodeKernel
+from jaxinfer_kernels.gpu.splits import MAX_SPLITS, make_work_list, merge_splits
+from jaxinfer_kernels.gpu.targets import Target, current_target
 from jaxinfer_kernels.layout import AttentionMetadata, KVPages, QueryTiles
 from jaxinfer_kernels.xla import write_rows
 
-HEADS = 16  # of a block of queries: as many as leave room for two stages of R = 512 and Hr = 64
-NUM_STAGES = 2
+HEADS = 16  # of a block of queries: as many as leave room for R = 512 and Hr = 64
+STAGED_TOKENS = 128  # in shared memory at a time
 MIN_SPLIT_TOKENS = 1024  # of 512, the results would be a tenth of what is moved
 MAX_WIDTH = 576
 
@@ -46,8 +47,8 @@ def mla_paged_attention(
     Raises:
       ValueError: what the kernel does not support, by the argument's name.
     """
-    check_chip(interpret)
-    _check(q_latent, kv_pages)
+    target = current_target()
+    _check(q_latent, kv_pages, target)
     latent_dim, width = latent.shape[1], kv_pages.data.shape[-1]
     queries = jnp.concatenate([q_latent, q_rope], axis=2)
     padding = width - queries.shape[2]
@@ -62,11 +63,12 @@ def mla_paged_attention(
         prefill = queries[num_decodes:]
         outputs.append((prefill, _as_decodes(metadata.prefill, prefill.shape[0]), 1))
     pages = kv_pages.data.reshape(*kv_pages.data.shape[:3], width)
-    outputs = [_attend(*part, pages, latent_dim, scale, interpret) for part in outputs]
+    outputs = [_attend(target, *part, pages, latent_dim, scale, interpret) for part in outputs]
     return jnp.concatenate(outputs), kv_pages
 
 
 def _attend(
+    target: Target,
     q: jax.Array,
     tiles: QueryTiles,
     max_splits: int,
@@ -77,7 +79,7 @@ def _attend(
 ) -> jax.Array:
     """q [rows, N, W], a row a tile -> [rows, N, R]."""
     num_rows, num_heads, width = q.shape
-    heads = min(HEADS, -(-num_heads // 8) * 8)
+    heads = min(HEADS, -(-num_heads // target.columns) * target.columns)
     blocks = -(-num_heads // heads)
     padded = jnp.pad(q, ((0, 0), (0, blocks * heads - num_heads), (0, 0)))
     visibility = Visibility(None, None)
@@ -85,15 +87,18 @@ def _attend(
         tiles.kv_len,
         tiles.page_table.shape[1] * pages.shape[2],
         visibility,
+        target.rows,
         max_splits=max_splits,
         min_split_tokens=MIN_SPLIT_TOKENS,
     )
     kernel = DecodeKernel(
+        target=target,
         logits=Logits(scale, None),
         visibility=visibility,
         values=(0, -(-latent_dim // 64) * 64),
-        num_blocks=2 if interpret else NUM_SMS,  # interpreted blocks run one after the other
-        num_stages=NUM_STAGES,
+        queries=heads,
+        num_blocks=2 if interpret else target.num_sms,  # interpreted blocks run one after the other
+        num_stages=STAGED_TOKENS // target.rows,
         interpret=interpret,
     )
     out, lse = kernel(padded.reshape(num_rows, blocks, heads, width), pages, None, tiles, work)
@@ -108,7 +113,7 @@ def _as_decodes(tiles: QueryTiles, num_rows: int) -> QueryTiles:
     return QueryTiles(jnp.repeat(tiles.page_table, block, axis=0), positions, lens)
 
 
-def _check(q_latent: jax.Array, kv_pages: KVPages) -> None:
+def _check(q_latent: jax.Array, kv_pages: KVPages, target: Target) -> None:
     """Raises ValueError for what the kernel does not have."""
     dtype = kv_pages.data.dtype
     if q_latent.dtype not in (jnp.bfloat16, jnp.float16) or dtype != q_latent.dtype:
@@ -118,7 +123,8 @@ def _check(q_latent: jax.Array, kv_pages: KVPages) -> None:
         )
     if kv_pages.page_size % 8:
         raise ValueError(f"page_size={kv_pages.page_size} must be a multiple of 8 for backend='gpu'")
-    if kv_pages.data.shape[-1] > MAX_WIDTH:
+    if not target.rows <= kv_pages.data.shape[-1] <= MAX_WIDTH:
         raise ValueError(
-            f"kv_pages.data{kv_pages.data.shape} must have rows of {MAX_WIDTH} at most for backend='gpu'"
+            f"kv_pages.data{kv_pages.data.shape} must have rows of {target.rows} to {MAX_WIDTH} for "
+            f"backend='gpu' on {target.name}"
         )

@@ -27,7 +27,6 @@ from jaxinfer_kernels.gpu.common import (
     MASKED,
     MMA_ROWS,
     Logits,
-    Ref,
     TileOfKV,
     Visibility,
     ceil_div,
@@ -37,9 +36,11 @@ from jaxinfer_kernels.gpu.common import (
     copy_tile,
     interpret_params,
     row_positions,
+    spread,
     tiled_smem,
     widen_tile,
 )
+from jaxinfer_kernels.gpu.targets import Ref, Sums, Target
 from jaxinfer_kernels.layout import QueryTiles
 
 
@@ -49,6 +50,7 @@ def prefill_attention(
     scales: jax.Array | None,
     tiles: QueryTiles,
     *,
+    target: Target,
     logits: Logits,
     visibility: Visibility,
     sinks: jax.Array | None,
@@ -59,6 +61,7 @@ def prefill_attention(
     """q [T, N, H] in tiles of T / R rows -> outputs [T, N, H] and natural log-sum-exps [T, N] f32."""
     num_rows, num_heads, head_dim = q.shape
     kernel = _Prefill(
+        target=target,
         logits=logits,
         visibility=visibility,
         group=num_heads // kv_pages.shape[1],
@@ -94,11 +97,13 @@ class _Refs:
     kv_ready: Ref  # a barrier a stage
     kv_landed: Ref  # a tile has come, but wants clearing or widening
     kv_consumed: Ref
+    key_sums: Sums
+    value_sums: Sums
     scales: Ref = None  # of quantised pages, as what follows
     narrow_smem: Ref = None  # [2, kv_tile, 2H]
     narrow_scales_smem: Ref = None  # [2, 2, kv_tile]
     scales_smem: Ref = None  # [stages, 2, kv_tile]
-    weights_smem: Ref = None  # [warpgroups, 64, kv_tile], interpreted only
+    weights_smem: Ref = None  # [warpgroups, 64, kv_tile], where registers cannot hold them
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Prefill:
+    target: Target
     logits: Logits
     visibility: Visibility
     group: int
@@ -137,22 +143,26 @@ class _Prefill:
         num_rows, num_heads, head_dim = q.shape
         stages, warpgroups = self.num_stages, self.num_warpgroups
         copies = copies_a_tile(self.kv_tile, self.page_size, scaled=scales is not None)
+        swizzle, value_columns = self.target.swizzle_bytes, self.target.value_columns(head_dim)
         scratch_types: dict[str, Any] = dict(
-            q_smem=tiled_smem((warpgroups, MMA_ROWS, head_dim), q.dtype),
-            kv_smem=tiled_smem((stages, self.kv_tile, 2 * head_dim), q.dtype),
+            q_smem=tiled_smem((warpgroups, MMA_ROWS, head_dim), q.dtype, swizzle),
+            kv_smem=tiled_smem((stages, self.kv_tile, 2 * head_dim), q.dtype, swizzle),
             lse_smem=plgpu.SMEM((warpgroups, MMA_ROWS), jnp.float32),
             q_ready=plgpu.Barrier(num_barriers=warpgroups),
             kv_ready=plgpu.Barrier(num_arrivals=copies if scales is None else 1, num_barriers=stages),
             kv_landed=plgpu.Barrier(num_arrivals=copies, num_barriers=1 if scales is None else 2),
             kv_consumed=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            key_sums=self.target.sums((MMA_ROWS, self.kv_tile), 1, warpgroups),
+            value_sums=self.target.sums((MMA_ROWS, value_columns[0].stop), len(value_columns), warpgroups),
         )
         if scales is not None:
             narrow = (2, self.kv_tile, 2 * head_dim)
             scratch_types["narrow_smem"] = tiled_smem(narrow, kv_pages.dtype)
             scratch_types["narrow_scales_smem"] = plgpu.SMEM((2, 2, self.kv_tile), jnp.float32)
             scratch_types["scales_smem"] = plgpu.SMEM((stages, 2, self.kv_tile), jnp.float32)
-        if self.interpret:
-            scratch_types["weights_smem"] = tiled_smem((warpgroups, MMA_ROWS, self.kv_tile), q.dtype)
+        if self.interpret or not self.target.weights_in_registers:
+            weights = (warpgroups, MMA_ROWS, self.kv_tile)
+            scratch_types["weights_smem"] = tiled_smem(weights, q.dtype, swizzle)
         run = plgpu.kernel(
             self._body,
             out_type=(
@@ -269,7 +279,7 @@ class _Prefill:
     def _consume(self, r: _Refs, block: _Block, warpgroup: Any) -> None:
         """Attends the warpgroup's 64 rows to the tiles that they see."""
         plgpu.set_max_registers(232 if r.scales is None else 216, action="increase")
-        head_dim = r.q_smem.shape[2]
+        value_columns = self.target.value_columns(r.q_smem.shape[2])
         rows = pl.ds(block.tile * (self.num_warpgroups * MMA_ROWS) + warpgroup * MMA_ROWS, MMA_ROWS)
         q_smem, lse_smem = r.q_smem.at[warpgroup], r.lse_smem.at[warpgroup]
         plgpu.copy_gmem_to_smem(r.q.at[rows, block.head], q_smem, r.q_ready.at[warpgroup])
@@ -279,9 +289,14 @@ class _Prefill:
         carry = (
             plgpu.layout_cast(jnp.full((MMA_ROWS,), -jnp.inf, jnp.float32), by_row),
             plgpu.layout_cast(jnp.zeros((MMA_ROWS,), jnp.float32), by_row),
-            plgpu.layout_cast(jnp.zeros((MMA_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+            tuple(
+                plgpu.layout_cast(
+                    jnp.zeros((MMA_ROWS, part.stop - part.start), jnp.float32), plgpu.Layout.WGMMA
+                )
+                for part in value_columns
+            ),
         )
-        maximum, total, acc = self._attend_tiles(r, block, warpgroup, carry)
+        maximum, total, accs = self._attend_tiles(r, block, warpgroup, carry)
 
         sink = r.sinks[block.head] * LOG2E
         final = jnp.maximum(maximum, sink)
@@ -289,7 +304,9 @@ class _Prefill:
         total = total * rescale + jnp.exp2(sink - final)
         # A warpgroup of padding alone has seen nothing.
         factor = rescale / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-        q_smem[...] = (acc * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(q_smem.dtype)
+        for part, acc in zip(value_columns, accs, strict=True):
+            columns = q_smem.at[:, pl.ds(part.start, acc.shape[1])]
+            columns[...] = (acc * spread(factor, acc.shape, 0)).astype(q_smem.dtype)
         lse_smem[...] = final / LOG2E + jnp.log(total)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_smem, r.out.at[rows, block.head])
@@ -324,63 +341,57 @@ class _Prefill:
         self, r: _Refs, block: _Block, warpgroup: Any, top: Any, index: Any, carry: Any, mask: bool
     ) -> Any:
         """One step of the online softmax (Milakov and Gimelshein, arXiv 1805.02867)."""
-        maximum, total, acc = carry
+        maximum, total, accs = carry
         # 0, which the compiler does not know: what depends on it stays in the loop. It would else keep the
         # addresses of all operands of the products in registers, of which wide heads leave it none.
         zero = lax.div(index, jnp.int32(1 << 24))
         stage = lax.rem(index, jnp.int32(self.num_stages)) + zero
-        shape, head_dim = (MMA_ROWS, self.kv_tile), acc.shape[1]
+        shape, head_dim = (MMA_ROWS, self.kv_tile), r.q_smem.shape[2]
         keys = r.kv_smem.at[stage, :, pl.ds(0, head_dim)]
         values = r.kv_smem.at[stage, :, pl.ds(head_dim, head_dim)]
         plgpu.barrier_wait(r.kv_ready.at[stage])
 
-        def multiply_keys(ref: Ref) -> jax.Array:
-            plgpu.wgmma(ref, r.q_smem.at[warpgroup + zero], keys.T)
-            return ref[...]
-
-        products = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        queries = r.q_smem.at[warpgroup + zero]
+        products = self.target.multiply(r.key_sums, queries, keys.T, warpgroup)
         by_column = plgpu.Layout.WGMMA.reduce(0)
         if r.scales is not None:
             k_scales = plgpu.load(r.scales_smem.at[stage, 0], layout=by_column)
-            products *= lax.broadcast_in_dim(k_scales, shape, [1])
+            products *= spread(k_scales, shape, 1)
         logits = self.logits(products)
         if mask:
-            queries = row_positions(shape, 0, top)
+            rows = row_positions(shape, 0, top)
             positions = row_positions(shape, 1, block.begin + index * self.kv_tile)
             # The length matters to rows of padding, whose own positions lie past it.
-            seen = (positions <= queries) & (positions < block.length)
+            seen = (positions <= rows) & (positions < block.length)
             if self.visibility != Visibility(None, None):
-                seen &= positions >= self.visibility.first(queries)
+                seen &= positions >= self.visibility.first(rows)
             logits = jnp.where(seen, logits, MASKED)
         new_maximum = jnp.maximum(maximum, logits.max(axis=1))
-        weights = jnp.exp2(logits - lax.broadcast_in_dim(new_maximum, shape, [0]))
+        weights = jnp.exp2(logits - spread(new_maximum, shape, 0))
         rescale = jnp.exp2(maximum - new_maximum)
         total = total * rescale + weights.sum(axis=1)
-        acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [0])
+        accs = tuple(acc * spread(rescale, acc.shape, 0) for acc in accs)
         if r.scales is not None:
             v_scales = plgpu.load(r.scales_smem.at[stage, 1], layout=by_column)
-            weights *= lax.broadcast_in_dim(v_scales, shape, [1])
-        acc = self._add_weighted(r, warpgroup, acc, weights.astype(r.kv_smem.dtype), values)
+            weights *= spread(v_scales, shape, 1)
+        accs = self._add_weighted(r, warpgroup, accs, weights.astype(r.kv_smem.dtype), values)
         plgpu.barrier_arrive(r.kv_consumed.at[stage])
-        return new_maximum, total, acc
+        return new_maximum, total, accs
 
     def _add_weighted(
-        self, r: _Refs, warpgroup: Any, acc: jax.Array, weights: jax.Array, values: Ref
-    ) -> jax.Array:
-        """acc + weights @ values, the weights in registers; jax interprets them in shared memory only."""
-        if not self.interpret:
+        self, r: _Refs, warpgroup: Any, accs: tuple[jax.Array, ...], weights: jax.Array, values: Ref
+    ) -> tuple[jax.Array, ...]:
+        """accs + weights @ values, by parts of the values."""
+        if r.weights_smem is None:
             accumulate: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))
-            return accumulate(plgpu.WGMMAAccumulatorRef.init(acc))
+            return (accumulate(plgpu.WGMMAAccumulatorRef.init(*accs)),)
         weights_smem = r.weights_smem.at[warpgroup]
         weights_smem[...] = weights
         plgpu.commit_smem()
-
-        def multiply(ref: Ref) -> jax.Array:
-            plgpu.wgmma(ref, weights_smem, values)
-            return ref[...]
-
-        shape = (MMA_ROWS, acc.shape[1])
-        return acc + pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        parts = self.target.value_columns(r.q_smem.shape[2])
+        columns = [values.at[:, pl.ds(part.start, part.stop - part.start)] for part in parts]
+        pairs = [(weights_smem, part) for part in columns]
+        return self.target.add_products(accs, r.value_sums, pairs, warpgroup)
 
 
 def seen_tiles(

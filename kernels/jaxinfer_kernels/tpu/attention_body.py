@@ -16,9 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from jaxinfer_kernels.tpu.attention_layout import Lanes
-from jaxinfer_kernels.tpu.attention_pipeline import FetchPipeline, copy_pages, head_scales, wait_pages
+from jaxinfer_kernels.layout import KVPages
+from jaxinfer_kernels.tpu.attention_layout import LANES, Lanes
+from jaxinfer_kernels.tpu.attention_pipeline import (
+    CURSOR_WORDS,
+    FetchPipeline,
+    copy_pages,
+    head_scales,
+    wait_pages,
+)
 from jaxinfer_kernels.tpu.attention_softmax import (
     LOG2_E,
     MASKED,
@@ -47,6 +55,25 @@ class Blocks:
     compute_tokens: int
     num_buffers: int
     unroll: int
+
+
+def shared_scratch(kv_pages: KVPages, lanes: Lanes, rows: int, blocks: Blocks) -> dict[str, Any]:
+    """The bodies' memory, by the names that they use: fetched blocks, and the state of `rows` a kv head."""
+    _, num_kv_heads, page_size, _ = kv_pages.data.shape
+    buffers, tokens = blocks.num_buffers, blocks.fetch_tokens
+    scratch: dict[str, Any] = {
+        "kv": pltpu.VMEM((buffers, num_kv_heads, tokens, lanes.width), kv_pages.data.dtype),
+        "fetch_sems": pltpu.SemaphoreType.DMA((buffers,)),
+        "max": pltpu.VMEM((num_kv_heads, rows, LANES), jnp.float32),
+        "total": pltpu.VMEM((num_kv_heads, rows, LANES), jnp.float32),
+        "acc": pltpu.VMEM((num_kv_heads, rows, lanes.num_values), jnp.float32),
+        "cursor": pltpu.SMEM((CURSOR_WORDS,), jnp.int32),
+    }
+    if kv_pages.scales is not None:  # by page, and of the block in use joined
+        page_scales = kv_pages.scales.shape[1:]
+        scratch["scales"] = pltpu.VMEM((buffers, tokens // page_size, *page_scales), jnp.float32)
+        scratch["joined_scales"] = pltpu.VMEM((2, tokens // LANES, num_kv_heads, LANES), jnp.float32)
+    return scratch
 
 
 @dataclass(frozen=True, kw_only=True)

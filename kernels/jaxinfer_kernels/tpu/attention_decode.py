@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer_kernels.layout import KVPages, QueryTiles
+from jaxinfer_kernels.tpu.attention_body import shared_scratch
 from jaxinfer_kernels.tpu.attention_decode_body import DecodeBlocks, decode_kernel
 from jaxinfer_kernels.tpu.attention_layout import (
     LANES,
@@ -25,7 +26,7 @@ from jaxinfer_kernels.tpu.attention_layout import (
     sublanes,
     unpack_decode_rows,
 )
-from jaxinfer_kernels.tpu.attention_pipeline import CURSOR_WORDS, fused_call, pools_of, scale_buffers
+from jaxinfer_kernels.tpu.attention_pipeline import fused_call, pools_of
 from jaxinfer_kernels.tpu.attention_softmax import AttentionOptions
 
 
@@ -122,20 +123,12 @@ def decode_attention(
 def _scratch(kv_pages: KVPages, lanes: Lanes, group: int, blocks: DecodeBlocks) -> dict[str, Any]:
     """The body's memory, by the names that it uses; `group` query rows a kv head."""
     num_kv_heads, dtype = kv_pages.data.shape[1], kv_pages.data.dtype
-    rows = sublanes(dtype)
-    scratch: dict[str, Any] = {
-        "kv": pltpu.VMEM((blocks.num_buffers, num_kv_heads, blocks.fetch_tokens, lanes.width), dtype),
-        "fetch_sems": pltpu.SemaphoreType.DMA((blocks.num_buffers,)),
-        "written_kv": pltpu.VMEM((blocks.sequences, num_kv_heads, rows, lanes.width), dtype),
+    scratch = shared_scratch(kv_pages, lanes, group, blocks) | {
+        "written_kv": pltpu.VMEM((blocks.sequences, num_kv_heads, sublanes(dtype), lanes.width), dtype),
         "write_sems": pltpu.SemaphoreType.DMA((blocks.sequences,)),
         "writing": pltpu.SMEM((blocks.sequences,), jnp.int32),
-        "max": pltpu.VMEM((num_kv_heads, group, LANES), jnp.float32),
-        "total": pltpu.VMEM((num_kv_heads, group, LANES), jnp.float32),
-        "acc": pltpu.VMEM((num_kv_heads, group, lanes.num_values), jnp.float32),
-        "cursor": pltpu.SMEM((CURSOR_WORDS,), jnp.int32),
     }
     if kv_pages.scales is not None:
         page_scales = kv_pages.scales.shape[1:]
-        scratch |= scale_buffers(blocks.num_buffers, blocks.fetch_tokens, kv_pages.page_size, kv_pages.scales)
         scratch["written_scales"] = pltpu.VMEM((blocks.sequences, *page_scales), jnp.float32)
     return scratch

@@ -186,15 +186,6 @@ def pools_of(kv_pages: KVPages) -> dict[str, jax.Array]:
     return pools if kv_pages.scales is None else {**pools, "scales": kv_pages.scales}
 
 
-def scale_buffers(num_buffers: int, fetch_tokens: int, page_size: int, scales: jax.Array) -> dict[str, Any]:
-    """Scratch for the scales of fetched blocks, by page, and of the block in use, joined."""
-    _, num_kv_heads, lanes = scales.shape
-    return {
-        "scales": pltpu.VMEM((num_buffers, fetch_tokens // page_size, num_kv_heads, lanes), jnp.float32),
-        "joined_scales": pltpu.VMEM((2, fetch_tokens // LANES, num_kv_heads, LANES), jnp.float32),
-    }
-
-
 def fused_call(
     kernel: Callable[..., None],
     *,

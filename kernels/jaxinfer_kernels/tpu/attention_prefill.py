@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer_kernels.layout import KVPages, QueryTiles
+from jaxinfer_kernels.tpu.attention_body import shared_scratch
 from jaxinfer_kernels.tpu.attention_layout import (
     LANES,
     Lanes,
@@ -23,13 +24,7 @@ from jaxinfer_kernels.tpu.attention_layout import (
     sublanes,
     unpack_prefill_rows,
 )
-from jaxinfer_kernels.tpu.attention_pipeline import (
-    CURSOR_WORDS,
-    HBM,
-    fused_call,
-    pools_of,
-    scale_buffers,
-)
+from jaxinfer_kernels.tpu.attention_pipeline import HBM, fused_call, pools_of
 from jaxinfer_kernels.tpu.attention_prefill_body import PrefillBlocks, prefill_kernel
 from jaxinfer_kernels.tpu.attention_softmax import AttentionOptions
 
@@ -129,22 +124,15 @@ def prefill_attention(
 def _scratch(kv_pages: KVPages, lanes: Lanes, rows: int, group: int, blocks: PrefillBlocks) -> dict[str, Any]:
     """The body's memory, by the names that it uses; `rows` of a kv head's queries, `group` of a page."""
     num_kv_heads, dtype = kv_pages.data.shape[1], kv_pages.data.dtype
-    scratch: dict[str, Any] = {
-        "kv": pltpu.VMEM((blocks.num_buffers, num_kv_heads, blocks.fetch_tokens, lanes.width), dtype),
-        "fetch_sems": pltpu.SemaphoreType.DMA((blocks.num_buffers,)),
+    scratch = shared_scratch(kv_pages, lanes, rows, blocks) | {
         "old_kv": pltpu.VMEM((num_kv_heads, group, lanes.width), dtype),
         "merged_kv": pltpu.VMEM((num_kv_heads, group, lanes.width), dtype),
         "merge_sems": pltpu.SemaphoreType.DMA((2,)),
         "write_sem": pltpu.SemaphoreType.DMA((1,)),
         "writing_kv": pltpu.SMEM((1,), jnp.int32),
-        "max": pltpu.VMEM((num_kv_heads, rows, LANES), jnp.float32),
-        "total": pltpu.VMEM((num_kv_heads, rows, LANES), jnp.float32),
-        "acc": pltpu.VMEM((num_kv_heads, rows, lanes.num_values), jnp.float32),
-        "cursor": pltpu.SMEM((CURSOR_WORDS,), jnp.int32),
     }
     if kv_pages.scales is not None:
         page_scales = kv_pages.scales.shape[1:]
-        scratch |= scale_buffers(blocks.num_buffers, blocks.fetch_tokens, kv_pages.page_size, kv_pages.scales)
         scratch["old_scales"] = pltpu.VMEM(page_scales, jnp.float32)
         scratch["merged_scales"] = pltpu.VMEM(page_scales, jnp.float32)
         scratch["writing_scales"] = pltpu.SMEM((1,), jnp.int32)

@@ -17,13 +17,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxinfer_kernels.tuning import tuned
+
 _MIN_ROWS, _MAX_ROWS = 16, 512
 
 
 def block_sizes(
     num_rows: int, num_groups: int, num_inputs: int, num_outputs: int
 ) -> tuple[int, int, int] | None:
-    """Rows, inputs and outputs of a block, or None where the shape does not divide into blocks."""
+    """Rows, inputs and outputs of a block where none are tuned, or None where the shape does not divide."""
     rows = _MIN_ROWS
     while rows < _MAX_ROWS and rows * num_groups < num_rows:
         rows *= 2
@@ -46,6 +48,8 @@ def grouped_matmul(
     if sizes is None:
         raise ValueError(f"rhs{rhs.shape} must have multiples of 128 as its last two sizes for backend='tpu'")
     rows, inputs, outputs = sizes
+    key = f"{num_groups}x{num_inputs}x{num_outputs} {lhs.dtype.name} rows {rows}"
+    outputs = tuned("grouped_matmul", key).get("outputs", outputs)
     padded = jnp.pad(lhs, ((0, -num_rows % rows), (0, 0)))
     num_visits, *work = _visits(group_sizes, rows, padded.shape[0] // rows)
     grid_spec = pltpu.PrefetchScalarGridSpec(

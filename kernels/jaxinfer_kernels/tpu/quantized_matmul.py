@@ -16,13 +16,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxinfer_kernels.tuning import tuned
+
 _SUBLANES = 8  # of a float32 tile: a block takes so many rows of scales, or all
 _MAX_ROWS = 512
 _MAX_BLOCK = 1024  # inputs, and outputs, of a block
 
 
 def block_sizes(num_rows: int, num_inputs: int, num_outputs: int, group: int) -> tuple[int, int, int] | None:
-    """Rows, inputs and outputs of a block, or None where the shape does not divide into blocks."""
+    """Rows, inputs and outputs of a block where none are tuned, or None where the shape does not divide."""
     rows = min(-(-num_rows // 16) * 16, _MAX_ROWS)
     inputs = next((n for n in (1024, 512, 256) if num_inputs % n == 0 and n % (_SUBLANES * group) == 0), None)
     if inputs is None and num_inputs <= 2 * _MAX_BLOCK and num_inputs % 128 == 0:
@@ -48,6 +50,8 @@ def in_groups(lhs: jax.Array, weights: jax.Array, scales: jax.Array, *, interpre
             f"of 128; inputs one of {_SUBLANES} groups of 32, 64 or 128 each, or at most {2 * _MAX_BLOCK}"
         )
     rows, inputs, outputs = sizes
+    key = f"{num_inputs}x{num_outputs} group {num_inputs // num_groups} {lhs.dtype.name}"
+    outputs = tuned("int4_matmul", key).get("outputs", outputs)
     padded = jnp.pad(lhs, ((0, -num_rows % rows), (0, 0)))
     kernel = pl.pallas_call(
         functools.partial(_kernel, num_steps=num_inputs // inputs),
