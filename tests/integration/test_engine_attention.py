@@ -9,15 +9,10 @@ import pytest
 
 from jaxinfer.config import ConfigError
 from jaxinfer.types import SamplingParams
-from tests.integration.engines import make_engine, run, tokens, write_byte_tokenizer
+from tests.integration.engines import make_engine, run, tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SIZES = dict(page_size=16, max_num_seqs=2, max_num_batched_tokens=128)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.engine.engine import Engine
 from jaxinfer.types import SamplingParams
-from tests.integration.engines import make_engine, run, tokens, write_byte_tokenizer
+from tests.integration.engines import make_engine, run, tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=16, ignore_eos=True)
@@ -20,11 +20,6 @@ REQUESTS = {
     for i, prompt in enumerate(PROMPTS)
     for name, params in (("greedy", GREEDY), ("seeded", SEEDED))
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")

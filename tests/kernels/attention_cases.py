@@ -27,6 +27,8 @@ from jaxinfer_kernels.specs import AttentionSpec
 
 # A backend's kernel joins all the tests with its name here.
 BACKENDS: tuple[Backend, ...] = ("xla", "tpu")
+# How programs are compiled whose kernels are interpreted: that takes longer than to run them.
+UNOPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 0}
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def _jitted(**options: Any) -> Any:
     def run(q: Any, k: Any, v: Any, kv_pages: Any, metadata: Any, sinks: Any) -> Any:
         return paged_attention(q, k, v, kv_pages, metadata, sinks=sinks, return_lse=True, **options)
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options=UNOPTIMISED if options["interpret"] else None)
 
 
 def run(case: Case) -> tuple[np.ndarray, np.ndarray, KVPages]:

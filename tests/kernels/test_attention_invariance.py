@@ -21,18 +21,30 @@ SPECS = {
     "window": AttentionSpec("window", 4, 2, 64, sliding_window=70, sinks=True),
     "chunk": AttentionSpec("chunk", 4, 2, 64, attention_chunk=96, page_size=32),
 }
+CASES = [
+    ("plain", "float32", "float32"),
+    ("window", "float32", "int8"),
+    ("plain", "bfloat16", "bfloat16"),
+    ("chunk", "float32", "float8_e4m3fn"),
+]
+
+
+def _mark(backend: Backend, index: int) -> pytest.MarkDecorator | tuple[()]:
+    """Interpreted kernels take seconds to compile: all of a kind are `long` but for one without rounding and
+    the one with most features.
+    """
+    if backend == "xla":
+        return pytest.mark.slow if index > 1 else ()
+    return pytest.mark.long if index > 1 else pytest.mark.slow
+
+
 cases = pytest.mark.parametrize(
-    ("name", "dtype", "kv_dtype"),
+    ("backend", "name", "dtype", "kv_dtype"),
     [
-        ("plain", "float32", "float32"),
-        ("window", "float32", "int8"),
-        pytest.param("plain", "bfloat16", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("chunk", "float32", "float8_e4m3fn", marks=pytest.mark.slow),
+        pytest.param(backend, *case, marks=_mark(backend, index))
+        for backend in BACKENDS
+        for index, case in enumerate(CASES)
     ],
-)
-# Interpreted kernels take seconds to compile.
-backends = pytest.mark.parametrize(
-    "backend", [b if b == "xla" else pytest.param(b, marks=pytest.mark.slow) for b in BACKENDS]
 )
 
 
@@ -63,7 +75,6 @@ def same(one: Sequence[Any], other: Sequence[Any]) -> None:
         np.testing.assert_array_equal(np.asarray(x, np.float64), np.asarray(y, np.float64))
 
 
-@backends
 @cases
 def test_alone_or_in_a_batch(backend: Backend, name: str, dtype: str, kv_dtype: str) -> None:
     tile = prefill_tile_tokens(backend)
@@ -85,7 +96,6 @@ def test_alone_or_in_a_batch(backend: Backend, name: str, dtype: str, kv_dtype: 
         same(run(take(case, nothing, tiles))[:2], (out[rows], lse[rows]))
 
 
-@backends
 @cases
 def test_in_chunks_or_at_once(backend: Backend, name: str, dtype: str, kv_dtype: str) -> None:
     """Chunks that end at multiples of the prefill tile, the last of which ends where the prompt does."""
@@ -106,7 +116,6 @@ def test_in_chunks_or_at_once(backend: Backend, name: str, dtype: str, kv_dtype:
     )
 
 
-@backends
 @cases
 def test_after_a_prefix(backend: Backend, name: str, dtype: str, kv_dtype: str) -> None:
     """Of some pages: tiles begin elsewhere, so that a row has other company in its tile."""
@@ -132,7 +141,6 @@ def test_after_a_prefix(backend: Backend, name: str, dtype: str, kv_dtype: str) 
     same(run(part)[:2], (out[rows], lse[rows]))
 
 
-@backends
 @cases
 def test_pages_moved(backend: Backend, name: str, dtype: str, kv_dtype: str) -> None:
     case = make_case(SPECS[name], [70, 300], [(40, 50)], dtype=dtype, kv_dtype=kv_dtype, backend=backend)
@@ -142,7 +150,7 @@ def test_pages_moved(backend: Backend, name: str, dtype: str, kv_dtype: str) -> 
     page_size = case.spec.page_size
 
     def move(tiles: QueryTiles | None) -> QueryTiles | None:
-        return tiles and replace(tiles, page_table=moved_to.astype(np.int32)[tiles.page_table])
+        return tiles and replace(tiles, page_table=jnp.asarray(moved_to.astype(np.int32)[tiles.page_table]))
 
     index = np.asarray(case.metadata.kv_write_index)
     moved_index = jnp.asarray(moved_to[index // page_size] * page_size + index % page_size, jnp.int32)
