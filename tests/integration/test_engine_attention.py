@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,15 @@ from jaxinfer.types import SamplingParams
 from tests.integration.engines import make_engine, run, tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-SIZES = dict(page_size=16, max_num_seqs=2, max_num_batched_tokens=128)
+SIZES: dict[str, Any] = dict(page_size=16, max_num_seqs=2, max_num_batched_tokens=128)
 
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param("llama", marks=pytest.mark.slow), pytest.param("gemma3", marks=pytest.mark.long)],
+    [
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),  # of two layers
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "gemma3")),
+    ],
 )
 def test_same_tokens(model: str, tokenizer: Path) -> None:
     """Chunks, a prompt that hits another's pages, decodes beside prefill; gemma3 has windows."""
@@ -42,7 +46,7 @@ def test_same_tokens(model: str, tokenizer: Path) -> None:
     ("changes", "message"), [(dict(page_size=8), "page_size=8"), (dict(dtype="float16"), "dtype='float16'")]
 )
 def test_what_the_kernel_does_not_have_is_refused(
-    changes: dict[str, object], message: str, tokenizer: Path
+    changes: dict[str, Any], message: str, tokenizer: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_engine(tokenizer, attention="tpu", **{**SIZES, **changes})
