@@ -73,7 +73,7 @@ def test_a_start_from_a_bundle_compiles_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["1x1", "2x1x2"])
+@pytest.mark.parametrize("mesh", ["1x1", pytest.param("2x1x2", marks=pytest.mark.long)])
 def test_a_start_from_the_bundle_of_a_plan_compiles_nothing(
     mesh: str, tokenizer: Path, tmp_path: Path, warnings: list[str]
 ) -> None:

@@ -22,7 +22,7 @@ def test_generate(demo_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(" Paris")
-    stages = {line.split()[0] for line in result.stderr.splitlines()}
+    stages = {line.split()[0] for line in result.stderr.splitlines() if line}  # XLA may say that it is slow
     assert {"load", "compile", "tokenise", "prefill", "decode", "detokenise", "TTFT", "ITL"} <= stages
 
 

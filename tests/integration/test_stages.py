@@ -39,7 +39,9 @@ def waves_in_flight(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[lis
     return seen
 
 
-@pytest.mark.parametrize("mesh", ["2x1x1", pytest.param("4x1x1", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("2x1x1", marks=pytest.mark.slow), pytest.param("4x1x1", marks=pytest.mark.long)]
+)
 def test_each_stage_has_a_step_of_its_own(
     mesh: str, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,6 +56,7 @@ def test_each_stage_has_a_step_of_its_own(
         assert waves == [n % num_stages for n in range(first, step + 1)]
 
 
+@pytest.mark.slow
 def test_a_request_alone_is_read_as_soon_as_on_one_device(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ def _mark(backend: Backend, index: int) -> pytest.MarkDecorator | tuple[()]:
     the one with most features.
     """
     if backend == "xla":
-        return pytest.mark.slow if index > 1 else ()
+        return pytest.mark.slow if index else ()
     return pytest.mark.long if index > 1 else pytest.mark.slow
 
 
