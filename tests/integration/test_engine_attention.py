@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,6 +18,15 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SIZES: dict[str, Any] = dict(page_size=16, max_num_seqs=2, max_num_batched_tokens=128)
 
 
+@pytest.fixture
+def unoptimised() -> Iterator[None]:
+    """An interpreted kernel takes longer to compile than to run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.usefixtures("unoptimised")
 @pytest.mark.parametrize(
     "model",
     [
