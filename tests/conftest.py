@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if _compilation_cache in config.stash:
         del os.environ["JAX_COMPILATION_CACHE_DIR"]
         config.stash[_compilation_cache].cleanup()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the most slow tests come first, so that processes which take a file each end together."""
+    num_slow = Counter(
+        item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("aot")
+    )
+    items.sort(key=lambda item: -num_slow[item.path])
 
 
 @pytest.fixture(scope="session")

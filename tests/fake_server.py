@@ -18,6 +18,17 @@ from jaxinfer.server.app import create_app
 from jaxinfer.server.draining import DrainingServer
 from tests.fake_engine import MODEL, FakeEngine
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
+
+
+def hi(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "hi", **fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+
 
 class Server:
     """The app on a free port, in a thread."""

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.engine import prepare
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.programs import Programs
+from jaxinfer.engine.resolve import ResolvedConfig
 from jaxinfer.types import Request, SamplingParams, TokenOutput
 
 MODELS = Path(__file__).parents[1] / "golden" / "models"
@@ -28,8 +34,28 @@ def write_byte_tokenizer(directory: Path) -> Path:
     return path
 
 
-def make_engine(tokenizer: Path, model: str = "llama", **changes: object) -> Engine:
-    """Engines of equal shapes compile once a session."""
+_compile = prepare._compile
+_compiled: dict[Any, Programs] = {}
+
+
+def _compile_once(model: ModelConfig, resolved: ResolvedConfig, meshes: Any, counter: Any) -> Programs:
+    """What `prepare` compiles, of which this process has one of each."""
+    policy: dict[str, Any] = dict(enable_prefix_caching=True, enable_chunked_prefill=True)
+    shapes = (model, resolved.dtype, resolved.cache, replace(resolved.scheduler, **policy))
+    key = (repr(shapes), tuple(meshes))
+    if key not in _compiled:
+        _compiled[key] = _compile(model, resolved, meshes, counter)
+    return _compiled[key]
+
+
+def make_engine(
+    tokenizer: Path, model: str = "llama", *, share_programs: bool = True, **changes: object
+) -> Engine:
+    """Engines of equal shapes compile once in a process, and read what another process has compiled.
+
+    Without `share_programs` an engine reads its own from the persistent cache, as processes do. One with a
+    bundle always compiles.
+    """
     config = EngineConfig(
         model=str(MODELS / model),
         tokenizer=str(tokenizer),
@@ -39,8 +65,11 @@ def make_engine(tokenizer: Path, model: str = "llama", **changes: object) -> Eng
         page_size=8,
         compilation_cache_dir=os.environ["JAX_COMPILATION_CACHE_DIR"],
         strict_shapes=True,
-    )
-    return Engine(config.replace(**changes))
+    ).replace(**changes)
+    if config.bundle is not None or not share_programs:
+        return Engine(config)
+    with mock.patch.object(prepare, "_compile", _compile_once):
+        return Engine(config)
 
 
 def run(

@@ -10,9 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Few shapes, so that a start compiles little; the same everywhere, so that the cache serves all.
+# Of the demo. Few shapes, so that a start compiles little; the same everywhere: the cache serves all.
 ENGINE_FLAGS = (
     *("--max_num_seqs=4", "--max_model_len=512", "--max_num_batched_tokens=128", "--num_pages=160"),
+    "--strict_shapes",
+)
+# Of the tiny model; the shapes of the other tests' engines, for the same reason.
+TINY_FLAGS = (
+    *("--max_num_seqs=4", "--max_num_batched_tokens=64", "--max_model_len=128", "--page_size=8"),
     "--strict_shapes",
 )
 TIMEOUT_S = 300
@@ -49,10 +54,10 @@ def assert_one_line(result: subprocess.CompletedProcess[str], status: int, *part
 
 
 @contextlib.contextmanager
-def serving(model: Path, *argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server that is up, and its address. It is killed at the end where it still runs."""
     process = subprocess.Popen(
-        command("serve", f"--model={model}", "--port=0", "--served_model_name=demo", *ENGINE_FLAGS, *argv),
+        command("serve", "--port=0", *argv),
         stderr=subprocess.PIPE,
         text=True,
         env=environment(),
@@ -62,7 +67,7 @@ def serving(model: Path, *argv: str) -> Iterator[tuple[subprocess.Popen[str], st
         lines = []
         for line in process.stderr:
             lines.append(line)
-            if address := re.search(r"serving demo at (http://\S+)", line):
+            if address := re.search(r"serving \S+ at (http://\S+)", line):
                 break
         else:
             raise AssertionError(f"the server ended with {process.wait()}: {''.join(lines)}")

@@ -20,19 +20,13 @@ from jaxinfer.engine.prepare import prepare_programs
 from jaxinfer.engine.programs import Programs
 from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.types import SamplingParams
-from tests.integration.engines import MODELS, make_engine, run, tokens, write_byte_tokenizer
-from tests.integration.processes import ENGINE_FLAGS
+from tests.integration.engines import MODELS, make_engine, run, tokens
 from tests.integration.processes import run as run_command
 
 PARAMS = SamplingParams(
     temperature=0.8, seed=1, repetition_penalty=1.2, max_tokens=12, ignore_eos=True, prompt_logprobs=1
 )
 REQUESTS = {f"{n}": (list(range(n)), PARAMS) for n in (3, 70, 20, 64, 100)}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
@@ -84,7 +78,7 @@ def test_a_start_from_a_bundle_compiles_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["1x1", "2x1x2"])
+@pytest.mark.parametrize("mesh", ["1x1", pytest.param("2x1x2", marks=pytest.mark.long)])
 def test_a_start_from_the_bundle_of_a_plan_compiles_nothing(
     mesh: str, tokenizer: Path, tmp_path: Path, warnings: list[str]
 ) -> None:
@@ -100,8 +94,13 @@ def test_a_start_from_the_bundle_of_a_plan_compiles_nothing(
     assert warnings == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["1x2", "2x1x1", "3x1x2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(m, marks=pytest.mark.slow if m == "2x1x1" else pytest.mark.long)
+        for m in ("1x2", "2x1x1", "3x1x2")
+    ],
+)
 def test_a_mesh_starts_from_its_bundle(
     mesh: str, tokenizer: Path, tmp_path: Path, warnings: list[str]
 ) -> None:
@@ -162,10 +161,10 @@ def test_a_directory_that_cannot_be_written_is_no_failure(
 
 
 @pytest.mark.slow
-def test_the_command_starts_from_its_bundle(demo_path: Path, tmp_path: Path) -> None:
-    argv = (f"--model={demo_path}", "--prompt=The capital of France is", "--max_tokens=4", "--verbosity=0")
-    first = run_command("generate", *argv, f"--bundle={tmp_path}", *ENGINE_FLAGS)
+def test_the_command_starts_from_its_bundle(tiny: tuple[str, ...], tmp_path: Path) -> None:
+    argv = (*tiny, "--prompt=Hello", "--max_tokens=4", "--verbosity=0")
+    first = run_command("generate", *argv, f"--bundle={tmp_path}")
     assert "compiling: there is no bundle" in first.stderr
-    second = run_command("generate", *argv, f"--bundle={tmp_path}", *ENGINE_FLAGS)
+    second = run_command("generate", *argv, f"--bundle={tmp_path}")
     assert "0 programs compiled, 0 cached" in second.stderr
     assert second.stdout == first.stdout

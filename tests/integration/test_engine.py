@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ import pytest
 from jaxinfer.config import ConfigError
 from jaxinfer.engine.engine import Engine
 from jaxinfer.models.families import load_model_config
+from jaxinfer.models.transformer import Transformer
 from jaxinfer.models.weights import load_model
 from jaxinfer.types import FinishReason, RequestError, SamplingParams
 from jaxinfer_checkpoints import open_checkpoint
 from jaxinfer_kernels import reference
-from tests.integration.engines import MODELS, make_engine, run, tokens, write_byte_tokenizer
+from tests.integration.engines import MODELS, make_engine, run, tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, top_k=40, seed=7, max_tokens=20, ignore_eos=True)
@@ -37,36 +39,33 @@ FAMILIES = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
 def engine(tokenizer: Path) -> Engine:
     return make_engine(tokenizer)
+
+
+@jax.jit
+def naive_logits(model: Transformer, token_ids: jax.Array) -> jax.Array:
+    """[T] -> [T, V]."""
+
+    def attend(q, k, v, kv_pages, metadata, **options):
+        return reference.dense_attention(q, k, v, **options), kv_pages
+
+    pages = (None,) * model.config.num_hidden_layers
+    hidden, _ = model(token_ids, jnp.arange(token_ids.shape[0]), pages, None, attend)
+    return model.logits(hidden)
 
 
 def naive_greedy(model_name: str, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Recomputes everything for each token."""
     reader = open_checkpoint(MODELS / model_name)
-    config = load_model_config(reader)
-    model = load_model(reader, config, jnp.dtype("float32"))
-
-    def attend(q, k, v, kv_pages, metadata, **options):
-        return reference.dense_attention(q, k, v, **options), kv_pages
-
-    def logits(ids: jax.Array) -> jax.Array:
-        pages = (None,) * config.num_hidden_layers
-        hidden, _ = model(ids, jnp.arange(ids.shape[0]), pages, None, attend)
-        return model.logits(hidden)
-
+    model = load_model(reader, load_model_config(reader), jnp.dtype("float32"))
     length = max(map(len, prompts)) + count
     answers = []
     for prompt in prompts:
         ids = list(prompt)
         for _ in range(count):
             padded = jnp.asarray(ids + [0] * (length - len(ids)), jnp.int32)  # causal: padding comes after
-            ids.append(int(np.argmax(logits(padded)[len(ids) - 1])))
+            ids.append(int(np.argmax(naive_logits(model, padded)[len(ids) - 1])))
         answers.append(ids[len(prompt) :])
     return answers
 
@@ -144,14 +143,19 @@ def test_any_arrival_order(engine: Engine, alone: dict) -> None:
         assert_as_alone(run(engine, dict(requests)), alone)
 
 
-def test_nan_in_unused_pages_changes_nothing(tokenizer: Path, alone: dict) -> None:
-    """Every page starts as NaN, the null page stays so, and pages freed are NaN again."""
-    engine = make_engine(tokenizer, max_num_seqs=32, enable_prefix_caching=False)
+@pytest.mark.parametrize("max_num_seqs", [4, pytest.param(32, marks=pytest.mark.slow)])
+def test_nan_in_unused_pages_changes_nothing(max_num_seqs: int, tokenizer: Path, alone: dict) -> None:
+    """Every page starts as NaN, and the null page stays so."""
+    engine = make_engine(tokenizer, max_num_seqs=max_num_seqs, enable_prefix_caching=False)
     runner = engine._runner
     runner.kv_pages = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), runner.kv_pages)
 
+    @partial(jax.jit, donate_argnums=0)
+    def poison(kv_pages: Any) -> Any:
+        return jax.tree.map(lambda pages: pages.at[0].set(jnp.nan), kv_pages)
+
     def poison_the_null_page(step: int) -> None:
-        runner.kv_pages = jax.tree.map(lambda pages: pages.at[0].set(jnp.nan), runner.kv_pages)
+        runner.kv_pages = poison(runner.kv_pages)
 
     assert_as_alone(run(engine, mixed_requests(), poison_the_null_page), alone)
 
@@ -250,6 +254,7 @@ def test_logprobs_of_prompt_and_answer(engine: Engine) -> None:
         assert [i for i, _ in entry.top] == [i for i, _ in want.top]
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_survive_preemption(engine: Engine, tokenizer: Path) -> None:
     """A prompt that is preempted between two of its chunks is computed again, from its beginning."""
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -342,6 +347,7 @@ def test_llm_returns_results_in_the_order_given(tokenizer: Path) -> None:
         tokenizer=str(tokenizer),
         max_num_seqs=4,
         max_num_batched_tokens=64,
+        max_model_len=128,
         page_size=8,
     )
     results = llm.generate(PROMPTS[:6], GREEDY, use_tqdm=False)
@@ -366,6 +372,7 @@ def test_llm_takes_what_can_only_mean_one_thing(tokenizer: Path) -> None:
         tokenizer=str(tokenizer),
         max_num_seqs=4,
         max_num_batched_tokens=64,
+        max_model_len=128,
         page_size=8,
     )
     want = [r.outputs[0].token_ids for r in llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)]

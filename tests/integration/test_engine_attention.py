@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.engine import resolve
 from jaxinfer.types import SamplingParams
-from tests.integration.engines import make_engine, run, tokens, write_byte_tokenizer
+from tests.integration.engines import make_engine, run, tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-SIZES = dict(page_size=16, max_num_seqs=2, max_num_batched_tokens=128)
+SIZES: dict[str, Any] = dict(page_size=16, max_num_seqs=2, max_num_batched_tokens=128)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+@pytest.fixture
+def unoptimised() -> Iterator[None]:
+    """An interpreted kernel takes longer to compile than to run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.mark.usefixtures("unoptimised")
 @pytest.mark.parametrize(
     "model",
-    [pytest.param("llama", marks=pytest.mark.slow), pytest.param("gemma3", marks=pytest.mark.long)],
+    [
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),  # of two layers
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "gemma3")),
+    ],
 )
 def test_same_tokens(model: str, tokenizer: Path) -> None:
     """Chunks, a prompt that hits another's pages, decodes beside prefill; gemma3 has windows."""
@@ -50,7 +59,7 @@ def test_same_tokens(model: str, tokenizer: Path) -> None:
     ("changes", "message"), [(dict(page_size=8), "page_size=8"), (dict(dtype="float16"), "dtype='float16'")]
 )
 def test_what_the_kernel_does_not_have_is_refused(
-    changes: dict[str, object], message: str, tokenizer: Path
+    changes: dict[str, Any], message: str, tokenizer: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_engine(tokenizer, attention="tpu", **{**SIZES, **changes})

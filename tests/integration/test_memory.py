@@ -14,12 +14,7 @@ from jaxinfer import plan
 from jaxinfer.config import ConfigError
 from jaxinfer.engine.engine import Engine
 from jaxinfer.types import SamplingParams
-from tests.integration.engines import MODELS, make_engine, run, write_byte_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+from tests.integration.engines import MODELS, make_engine, run
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +32,7 @@ def test_planned_bytes_are_measured(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "mesh"), [("llama", "3x1x1"), ("gemma3", "2x1x2"), ("qwen3_moe", "2x2x2")])
+@pytest.mark.parametrize(("model", "mesh"), [("mistral", "3x1x1"), ("gemma3", "2x1x2"), ("mixtral", "2x2x2")])
 def test_planned_bytes_are_measured_on_every_stage(model: str, mesh: str, tokenizer: Path) -> None:
     """Each stage's devices hold what the ledger says of that stage, and the ledger is the fullest one's."""
     engine = make_engine(tokenizer, model, mesh=mesh)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.engine.engine import Engine
 from jaxinfer.types import SamplingParams
-from tests.integration.engines import make_engine, run, tokens, write_byte_tokenizer
+from tests.integration.engines import make_engine, run, tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=16, ignore_eos=True)
@@ -23,13 +23,8 @@ REQUESTS = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
 def engine(tokenizer: Path) -> Engine:
-    return make_engine(tokenizer, "qwen3_moe", num_pages=129)
+    return make_engine(tokenizer, "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +46,7 @@ def test_after_a_prefix_hit_and_in_a_batch(engine: Engine, alone: dict[str, list
 @pytest.mark.slow
 def test_in_a_larger_batch_and_smaller_chunks(tokenizer: Path, alone: dict[str, list[int]]) -> None:
     """Padded rows of both sizes, groups of both sizes, and preemption in a pool that is too small."""
-    engine = make_engine(tokenizer, "qwen3_moe", max_num_seqs=16, max_num_batched_tokens=32, num_pages=17)
+    engine = make_engine(tokenizer, "qwen3_moe", max_num_seqs=8, max_num_batched_tokens=32, num_pages=17)
     outputs = run(engine, REQUESTS)
     assert {key: tokens(parts) for key, parts in outputs.items()} == alone
     assert engine.stats().num_preemptions > 0

@@ -21,15 +21,11 @@ import pytest
 
 from jaxinfer.llm import LLM
 from jaxinfer.types import SamplingParams
-from tests.integration.engines import MODELS, write_byte_tokenizer
-from tests.integration.processes import ENGINE_FLAGS, TIMEOUT_S, command, environment, run
+from tests.integration.engines import MODELS
+from tests.integration.processes import TIMEOUT_S, command, environment, run
 
 pytestmark = pytest.mark.slow
 
-TINY_FLAGS = (
-    *("--max_num_seqs=4", "--max_num_batched_tokens=64", "--max_model_len=128", "--page_size=8"),
-    "--strict_shapes",
-)
 RNG = np.random.default_rng(0)
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 2},
@@ -43,13 +39,6 @@ ROWS = [
     for n in (5, 1, 33, 100)
     for sampling in SAMPLING
 ]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """The flags of a model that compiles quickly."""
-    tokenizer = write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    return (f"--model={MODELS / 'llama'}", f"--tokenizer={tokenizer}", *TINY_FLAGS)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +131,7 @@ def all_logprobs(row: Mapping[str, Any]) -> list[float]:
     return [float(text) for text in re.findall(r"-\d+\.\d+(?:e-\d+)?", json.dumps(found))]
 
 
-@pytest.mark.parametrize("mesh", ["2x2", "1x4", "4x1"])
+@pytest.mark.parametrize("mesh", ["2x2", *(pytest.param(m, marks=pytest.mark.long) for m in ("1x4", "4x1"))])
 def test_the_tokens_of_one_process(
     mesh: str, tiny: tuple[str, ...], coordinator: str, tmp_path: Path
 ) -> None:
@@ -164,8 +153,9 @@ def test_the_tokens_of_one_process(
 
 
 def test_the_demo(demo_path: Path, coordinator: str) -> None:
-    """Also: standard output is the answer's alone."""
-    argv = (f"--model={demo_path}", *ENGINE_FLAGS, "--temperature=0", "--max_tokens=24")
+    """On two devices each. Also: standard output is the answer's alone."""
+    sizes = ("--max_num_seqs=1", "--max_num_batched_tokens=32", "--max_model_len=128", "--strict_shapes")
+    argv = (f"--model={demo_path}", *sizes, "--temperature=0", "--max_tokens=24")
     prompt = "--prompt=The capital of France is"
     with two_hosts(coordinator, command("generate", *argv, "--mesh=1x4", prompt)) as hosts:
         assert [host.end() for host in hosts] == [0, 0], [host.errors() for host in hosts]

@@ -27,7 +27,14 @@ COLLECTIVE = re.compile(
 )
 
 
-@pytest.fixture(scope="module", params=["1x1", "2x2", "2x2x2"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "1x1",
+        pytest.param("2x2x2", marks=pytest.mark.slow),
+        pytest.param("2x2", marks=pytest.mark.long),
+    ],
+)
 def mesh_config(request: pytest.FixtureRequest) -> MeshConfig:
     return parse_mesh(request.param)
 

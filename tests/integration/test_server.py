@@ -1,4 +1,4 @@
-"""The server with the demo model, as a process, through OpenAI's own client."""
+"""The server as a process, with the demo model, through OpenAI's own client; and its end, with a tiny one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.integration.processes import assert_one_line, run, serving
+from tests.integration.processes import ENGINE_FLAGS, assert_one_line, run, serving
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ Server = tuple[subprocess.Popen[str], str]
 
 @pytest.fixture(scope="module")
 def server(demo_path: Path) -> Iterator[Server]:
-    with serving(demo_path) as live:
+    with serving(f"--model={demo_path}", "--served_model_name=demo", *ENGINE_FLAGS) as live:
         yield live
 
 
@@ -169,13 +169,17 @@ def test_a_port_in_use_ends_a_second_server(server: Server, demo_path: Path) -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_running_requests_end(demo_path: Path, number: signal.Signals) -> None:
-    with serving(demo_path) as (process, address), ThreadPoolExecutor(1) as pool:
-        body = {"model": "demo", "prompt": "x", "max_tokens": 40, "ignore_eos": True}
-        running = pool.submit(httpx.post, f"{address}/v1/completions", json=body, timeout=60)
-        wait_for(lambda: metrics(address)["jaxinfer:num_requests_running"] > 0)
-        process.send_signal(number)
-        assert running.result().json()["usage"]["completion_tokens"] == 40
+def test_a_signal_lets_running_requests_end(tiny: tuple[str, ...], number: signal.Signals) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 120, "ignore_eos": True, "stream": True, "n": 4}
+    argv = (*tiny, "--served_model_name=tiny")
+    with serving(*argv) as (process, address):
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(number)
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        reasons = [choice["finish_reason"] for event in events for choice in event["choices"]]
+        assert [reason for reason in reasons if reason] == ["length"] * 4
         assert process.wait(timeout=30) == 0
 
 

@@ -14,14 +14,9 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.runner import InFlight
 from jaxinfer.parallel.mesh import make_meshes
 from jaxinfer.types import SamplingParams, StepPlan
-from tests.integration.engines import make_engine, run, write_byte_tokenizer
+from tests.integration.engines import make_engine, run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def waves_in_flight(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
@@ -44,7 +39,9 @@ def waves_in_flight(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[lis
     return seen
 
 
-@pytest.mark.parametrize("mesh", ["2x1x1", pytest.param("4x1x1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("2x1x1", marks=pytest.mark.slow), pytest.param("4x1x1", marks=pytest.mark.long)]
+)
 def test_each_stage_has_a_step_of_its_own(
     mesh: str, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,6 +56,7 @@ def test_each_stage_has_a_step_of_its_own(
         assert waves == [n % num_stages for n in range(first, step + 1)]
 
 
+@pytest.mark.slow
 def test_a_request_alone_is_read_as_soon_as_on_one_device(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

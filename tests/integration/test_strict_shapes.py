@@ -16,16 +16,11 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.programs import MAX_COMPILE_THREADS
 from jaxinfer.types import Request, SamplingParams, StepPlan
 from jaxinfer_checkpoints import CheckpointError
-from tests.integration.engines import make_engine, run, write_byte_tokenizer
+from tests.integration.engines import make_engine, run
 
 VOCAB_SIZE = 150  # of the ids that are drawn; the model has a few more
 MAX_MODEL_LEN = 128
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def compile_at_each_launch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +59,7 @@ def test_without_strict_shapes_it_is_counted(tokenizer: Path, monkeypatch: pytes
 
 def test_what_another_engine_compiles_is_not_counted(tokenizer: Path) -> None:
     engine = make_engine(tokenizer)
-    make_engine(tokenizer)
+    make_engine(tokenizer, share_programs=False)
     run(engine, {"r": ([1, 2, 3], GREEDY)})
     assert engine.stats().compilations_serving == 0
 
@@ -144,5 +139,5 @@ def test_a_start_that_fails_compiles_no_more(tokenizer: Path, monkeypatch: pytes
     monkeypatch.setattr("jaxinfer.engine.engine.load_stages", fail)
     counter = CompilationCounter()
     with pytest.raises(CheckpointError, match="truncated"):
-        make_engine(tokenizer, max_num_seqs=32)
+        make_engine(tokenizer, max_num_seqs=32, share_programs=False)
     assert len(counter.total.names) <= MAX_COMPILE_THREADS

@@ -28,6 +28,8 @@ from tests.cpu_kernels import load_cpu_kernels
 
 # A backend's kernel joins all the tests with its name here.
 BACKENDS: tuple[Backend, ...] = ("xla", "cpu", "tpu")
+# How programs are compiled whose kernels are interpreted: that takes longer than to run them.
+UNOPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 0}
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def _jitted(**options: Any) -> Any:
     def run(q: Any, k: Any, v: Any, kv_pages: Any, metadata: Any, sinks: Any) -> Any:
         return paged_attention(q, k, v, kv_pages, metadata, sinks=sinks, return_lse=True, **options)
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options=UNOPTIMISED if options["interpret"] else None)
 
 
 def run(case: Case) -> tuple[np.ndarray, np.ndarray, KVPages]:

@@ -21,20 +21,32 @@ SPECS = {
     "window": AttentionSpec("window", 4, 2, 64, sliding_window=70, sinks=True),
     "chunk": AttentionSpec("chunk", 4, 2, 64, attention_chunk=96, page_size=32),
 }
-DTYPES = [
+CASES = [
     ("plain", "float32", "float32"),
     ("window", "float32", "int8"),
     ("plain", "bfloat16", "bfloat16"),
     ("chunk", "float32", "float8_e4m3fn"),
 ]
+
+
+def _mark(backend: Backend, index: int) -> pytest.MarkDecorator | tuple[()]:
+    """Interpreted kernels take seconds to compile: all of a kind are `long` but for one without rounding and
+    the one with most features.
+    """
+    if backend == "xla":
+        return pytest.mark.slow if index else ()
+    return pytest.mark.long if index > 1 else pytest.mark.slow
+
+
 cases = pytest.mark.parametrize(
     ("backend", "name", "dtype", "kv_dtype"),
     [
-        *[("cpu", name, "float32", "float32") for name in SPECS],
-        *[("xla", *case) for case in DTYPES[:2]],
-        # Interpreted kernels take seconds to compile, as other dtypes do.
-        *[pytest.param("xla", *case, marks=pytest.mark.slow) for case in DTYPES[2:]],
-        *[pytest.param("tpu", *case, marks=pytest.mark.slow) for case in DTYPES],
+        *(("cpu", name, "float32", "float32") for name in SPECS),
+        *(
+            pytest.param(backend, *case, marks=_mark(backend, index))
+            for backend in ("xla", "tpu")
+            for index, case in enumerate(CASES)
+        ),
     ],
 )
 
@@ -141,7 +153,7 @@ def test_pages_moved(backend: Backend, name: str, dtype: str, kv_dtype: str) -> 
     page_size = case.spec.page_size
 
     def move(tiles: QueryTiles | None) -> QueryTiles | None:
-        return tiles and replace(tiles, page_table=moved_to.astype(np.int32)[tiles.page_table])
+        return tiles and replace(tiles, page_table=jnp.asarray(moved_to.astype(np.int32)[tiles.page_table]))
 
     index = np.asarray(case.metadata.kv_write_index)
     moved_index = jnp.asarray(moved_to[index // page_size] * page_size + index % page_size, jnp.int32)

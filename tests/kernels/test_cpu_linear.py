@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, get_args
 
@@ -32,6 +33,11 @@ def draw(num_out: int, num_in: int, num_tokens: int, seed: int = 0) -> tuple[np.
     return weight, rng.standard_normal((num_in, num_tokens), np.float32)
 
 
+def run(op: Callable[..., jax.Array], weight: np.ndarray, x: np.ndarray, **options: Any) -> np.ndarray:
+    """The kernel's result, in float64, which holds it exactly."""
+    return np.asarray(op(jnp.asarray(weight), jnp.asarray(x), backend="cpu", **options), np.float64)
+
+
 def product(weight: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """weight @ x, and how far off it a float32 sum of its terms in any order may be (Higham 2002, 3.5)."""
     exact = weight.astype(np.float64) @ x
@@ -48,9 +54,9 @@ def product(weight: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def test_linear(num_out: int, num_in: int, num_tokens: int, seed: int) -> None:
     weight, x = draw(num_out, num_in, num_tokens, seed)
     exact, error = product(weight, x)
-    got = np.asarray(linear(weight, x, backend="cpu"), np.float64)
+    got = run(linear, weight, x)
     assert (np.abs(got - exact) <= error).all()
-    np.testing.assert_array_equal(linear(weight, x, token_major=True, backend="cpu"), got.T)
+    np.testing.assert_array_equal(run(linear, weight, x, token_major=True), got.T)
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))
@@ -68,7 +74,7 @@ def test_gated_linear(activation: Activation, num_out: int, num_in: int, num_tok
     # Neither function's slope is over 1.13, and each is within some units of its last place.
     off = 1.13 * error[:num_out] * np.abs(up) + np.abs(activated) * error[num_out:]
     off += 16 * UNIT_ROUNDOFF * np.maximum(np.abs(gate), 1) * np.abs(up)
-    got = np.asarray(gated_linear(weight, 4 * x, activation=activation, backend="cpu"), np.float64)
+    got = run(gated_linear, weight, 4 * x, activation=activation)
     assert (np.abs(got - activated * up) <= off + error[:num_out] * error[num_out:]).all()
 
 
@@ -77,8 +83,7 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
     weight, x = draw(50, 1500, 70)
     x[:, 1::2] = np.nan
     for alone, together in ((1, 8), (9, 70), (16, 32)):
-        few = np.asarray(linear(weight, x[:, :alone], backend="cpu"))
-        many = np.asarray(linear(weight, x[:, :together], backend="cpu"))
+        few, many = (run(linear, weight, x[:, :count]) for count in (alone, together))
         np.testing.assert_array_equal(many[:, :alone:2], few[:, ::2])
         assert np.isfinite(few[:, ::2]).all()
 
@@ -86,11 +91,10 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
 def test_programs_that_run_at_the_same_time() -> None:
     """The kernels' threads serve one at a time: the others compute alone."""
     cases = [draw(200, 90, num_tokens, num_tokens) for num_tokens in range(1, 41)]
-    run: Any = jax.jit(lambda weight, x: linear(weight, x, backend="cpu"))
     with ThreadPoolExecutor(8) as pool:
-        for (weight, x), got in zip(cases, pool.map(lambda case: run(*case), cases), strict=True):
+        for (weight, x), got in zip(cases, pool.map(lambda case: run(linear, *case), cases), strict=True):
             exact, error = product(weight, x)
-            assert (np.abs(np.asarray(got, np.float64) - exact) <= error).all()
+            assert (np.abs(got - exact) <= error).all()
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def numbers_of(case: Case, pages: KVPages) -> np.ndarray:
         ("float32", {}, "on_wait"),
         ("bfloat16", dict(sliding_window=50, sinks=True, page_size=128), "eager"),
         pytest.param("int8", dict(page_size=16), "on_wait", marks=pytest.mark.slow),
-        pytest.param("int8", dict(page_size=16), "eager", marks=pytest.mark.slow),
+        pytest.param("int8", dict(page_size=32), "eager", marks=pytest.mark.slow),
         pytest.param("float32", dict(attention_chunk=24, num_kv_heads=2), "on_wait", marks=pytest.mark.slow),
         pytest.param("float32", dict(attention_chunk=24, num_kv_heads=2), "eager", marks=pytest.mark.slow),
     ],
