@@ -196,16 +196,17 @@ def _dtypes(config: EngineConfig, device: Device) -> tuple[str, str]:
     return dtype, kv_dtype
 
 
-def _backend(config: EngineConfig, device: Device, *dtypes: str, cpu_kernels: bool) -> Backend:
+def _backend(config: EngineConfig, device: Device, *dtypes: str, cpu_kernels: bool = False) -> Backend:
     """The attention kernels' backend: as asked, else a TPU's or CPU's own, and XLA's elsewhere."""
+    fits_cpu = cpu_kernels and set(dtypes) == {"float32"}
     backend: Backend = "xla"
     if config.attention != "auto":
         backend = config.attention
     elif device.platform == "tpu":
         backend = "tpu"
-    elif cpu_kernels and set(dtypes) == {"float32"}:
+    elif fits_cpu:
         backend = "cpu"
-    if backend == "cpu" and not (cpu_kernels and set(dtypes) == {"float32"}):
+    if backend == "cpu" and not fits_cpu:
         raise ConfigError(
             "attention=cpu is for CPUs, with dtype and kv_cache_dtype float32 (here "
             f"{' and '.join(dtypes)} on a {device.platform}): use attention=xla"

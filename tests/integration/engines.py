@@ -34,7 +34,7 @@ def write_byte_tokenizer(directory: Path) -> Path:
     return path
 
 
-_compile = prepare._compile
+_compile = prepare.compile_engine
 _compiled: dict[Any, Programs] = {}
 
 
@@ -68,7 +68,7 @@ def make_engine(
     ).replace(**changes)
     if config.bundle is not None or not share_programs:
         return Engine(config)
-    with mock.patch.object(prepare, "_compile", _compile_once):
+    with mock.patch.object(prepare, "compile_engine", _compile_once):
         return Engine(config)
 
 
