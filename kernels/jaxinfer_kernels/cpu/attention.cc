@@ -1,13 +1,15 @@
-// Paged attention in float32: a step's keys and values are written into their pages, then all its queries attend.
+// Paged attention in float32: a step's keys and values are written into their pages, then all its queries
+// attend.
 //
 // Online softmax (arXiv 1805.02867) over blocks of kBlockTokens keys that start at multiples of it, so that a
 // query's result depends on its own sequence alone. Pages are read where they lie, and of them only positions
 // that some query sees.
 
+#include "attention.h"
+
 #include <algorithm>
 #include <cstdint>
 
-#include "attention.h"
 #include "attention_few.h"
 #include "attention_many.h"
 #include "parallel.h"
@@ -89,8 +91,13 @@ using Ints2 = ffi::BufferR2<ffi::S32>;
 
 Tiles MakeTiles(Ints2 page_table, Ints1 start, Ints1 kv_len, int64_t first_row, int64_t num_rows) {
   const int64_t num_tiles = page_table.dimensions()[0];
-  return {page_table.typed_data(), start.typed_data(), kv_len.typed_data(),        num_tiles,
-          num_tiles ? num_rows / num_tiles : 0,        page_table.dimensions()[1], first_row};
+  return {page_table.typed_data(),
+          start.typed_data(),
+          kv_len.typed_data(),
+          num_tiles,
+          num_tiles ? num_rows / num_tiles : 0,
+          page_table.dimensions()[1],
+          first_row};
 }
 
 ffi::Error PagedAttention(ffi::ThreadPool threads, Floats3 q, Floats3 k, Floats3 v, ffi::BufferR4<ffi::F32>,

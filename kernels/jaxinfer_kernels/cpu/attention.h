@@ -1,7 +1,7 @@
 // What paged attention works on: a step's arguments, the units that the work is cut into, and a unit's keys.
 //
-// Dims as in layout.py: T tokens, R tiles, B queries a tile, N heads, K kv heads, H head_dim, P pages a sequence.
-// Queries, keys and outputs lie feature-major, as products make them and take them (linear.cc).
+// Dims as in layout.py: T tokens, R tiles, B queries a tile, N heads, K kv heads, H head_dim, P pages a
+// sequence. Queries, keys and outputs lie feature-major, as products make them and take them (linear.cc).
 
 #pragma once
 
@@ -44,9 +44,7 @@ struct Attention {
   Tiles tiles;
 
   // Of a unit's query, among all tokens.
-  int64_t Row(const Unit& unit, int64_t query) const {
-    return tiles.first_row + unit.tile * tiles.B + query;
-  }
+  int64_t Row(const Unit& unit, int64_t query) const { return tiles.first_row + unit.tile * tiles.B + query; }
 
   int64_t Group() const { return N / K; }
 
@@ -77,7 +75,8 @@ void ForEachHead(const Attention& a, const Unit& unit, Visit visit) {
   for (int64_t i = 0; i < unit.num_columns;) {
     const int64_t column = unit.column + i, query = column % a.tiles.B;
     const int64_t count = std::min(a.tiles.B - query, unit.num_columns - i);
-    visit(i, unit.kv_head * a.Group() + column / a.tiles.B, query, std::clamp<int64_t>(num_queries - query, 0, count));
+    visit(i, unit.kv_head * a.Group() + column / a.tiles.B, query,
+          std::clamp<int64_t>(num_queries - query, 0, count));
     i += count;
   }
 }
@@ -94,7 +93,8 @@ struct Block {
 inline Block MakeBlock(const Attention& a, const Unit& unit, int32_t at) {
   Block block{at, std::min(at / kBlockTokens * kBlockTokens + kBlockTokens, unit.last + 1), 0, {}, {}};
   for (int32_t s = block.begin; s < block.end; s += block.depths[block.num_pages++]) {
-    const int32_t page = a.tiles.page_table[unit.tile * a.tiles.P + s / a.page_size], offset = s % a.page_size;
+    const int32_t page = a.tiles.page_table[unit.tile * a.tiles.P + s / a.page_size],
+                  offset = s % a.page_size;
     const int64_t row = page * 2 * a.K + 2 * unit.kv_head;
     block.keys[block.num_pages] = a.pages + (row * a.page_size + offset) * a.H;
     block.depths[block.num_pages] = std::min<int32_t>(a.page_size - offset, block.end - s);

@@ -1,7 +1,7 @@
 // Attention of a decode: one position of a sequence, and few heads to a kv head, which see the same keys.
 //
-// As columns they would leave most of a vector idle, so that vectors lie along a head here, and each key and each
-// value is read once for all queries.
+// As columns they would leave most of a vector idle, so that vectors lie along a head here, and each key and
+// each value is read once for all queries.
 
 #pragma once
 
@@ -23,7 +23,10 @@ class FewQueries {
   static constexpr int kWidth = kQueries;
 
   explicit FewQueries(const Attention& a)
-      : a_(a), stride_(CeilDiv(a.H, kLanes) * kLanes), queries_(kQueries * stride_), sums_(kQueries * stride_) {}
+      : a_(a),
+        stride_(CeilDiv(a.H, kLanes) * kLanes),
+        queries_(kQueries * stride_),
+        sums_(kQueries * stride_) {}
 
   void Begin(const Unit& unit) {
     std::fill(sums_.begin(), sums_.end(), 0.0f);
@@ -110,7 +113,8 @@ class FewQueries {
 #pragma GCC unroll 4
     for (int q = 0; q < kQueries; ++q)
 #pragma GCC unroll 4
-      for (int i = 0; i < kVectors; ++i) sums[q][i] = Load(sums_.data() + q * stride_ + h + i * kLanes) * rescale_[q];
+      for (int i = 0; i < kVectors; ++i)
+        sums[q][i] = Load(sums_.data() + q * stride_ + h + i * kLanes) * rescale_[q];
     for (int page = 0, s = 0; page < block.num_pages; ++page) {
       const float* values = block.keys[page] + head_floats;
       const float* next = page < ahead.num_pages ? ahead.keys[page] + head_floats : nullptr;
@@ -132,11 +136,11 @@ class FewQueries {
 
   const Attention& a_;
   const int64_t stride_;
-  std::vector<float> queries_;             // [kQueries, stride], scaled; zeros past H
-  std::vector<float> sums_;                // [kQueries, stride], of weighted values
-  float weights_[kQueries][kBlockTokens];  // logits at first
+  std::vector<float> queries_;                 // [kQueries, stride], scaled; zeros past H
+  std::vector<float> sums_;                    // [kQueries, stride], of weighted values
+  float weights_[kQueries][kBlockTokens];      // logits at first
   float largest_[kQueries], total_[kQueries];  // of a query's logits, and of exp(logit - largest)
-  float rescale_[kQueries];                // of the sums, for a block's largest logit
+  float rescale_[kQueries];                    // of the sums, for a block's largest logit
 };
 
 }  // namespace jaxinfer

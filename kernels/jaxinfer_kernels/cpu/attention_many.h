@@ -1,7 +1,7 @@
 // Attention of many queries to a kv head, as of a chunk of a prompt.
 //
-// Queries are columns: keys times q^T [H, width] gives logits [S, width], whose softmax runs down the columns, a
-// vector of queries at once, and values^T times the weights adds to sums [H, width].
+// Queries are columns: keys times q^T [H, width] gives logits [S, width], whose softmax runs down the
+// columns, a vector of queries at once, and values^T times the weights adds to sums [H, width].
 
 #pragma once
 
@@ -56,7 +56,8 @@ class ManyQueries {
       values[page] = {block.keys[page] + head_floats, block.depths[page], values_ahead};
     }
     for (int n = 0; n < kWidth; n += kLanes) Soften(block, n);
-    Multiply<kVectors>({1, a_.H, values, block.num_pages}, 0, a_.H, weights_.data(), sums_.data(), kWidth, true);
+    Multiply<kVectors>({1, a_.H, values, block.num_pages}, 0, a_.H, weights_.data(), sums_.data(), kWidth,
+                       true);
   }
 
   void End(const Unit& unit) {
@@ -75,8 +76,8 @@ class ManyQueries {
   }
 
  private:
-  // The logits of a block's keys become weights in the columns [n, n + kLanes), capped and masked; the sums that
-  // there are already are scaled to the new largest logit.
+  // The logits of a block's keys become weights in the columns [n, n + kLanes), capped and masked; the sums
+  // that there are already are scaled to the new largest logit.
   void Soften(const Block& block, int n) {
     Ints first, last;
     std::memcpy(&first, first_ + n, sizeof first);
@@ -107,10 +108,10 @@ class ManyQueries {
   }
 
   const Attention& a_;
-  std::vector<float> queries_;           // [H, width], scaled
-  std::vector<float> sums_;              // [H, width], of weighted values
-  std::vector<float> weights_;           // [kBlockTokens, width]
-  int32_t first_[kWidth], last_[kWidth];  // positions that each query sees
+  std::vector<float> queries_;             // [H, width], scaled
+  std::vector<float> sums_;                // [H, width], of weighted values
+  std::vector<float> weights_;             // [kBlockTokens, width]
+  int32_t first_[kWidth], last_[kWidth];   // positions that each query sees
   float largest_[kWidth], total_[kWidth];  // of its logits, and of exp(logit - largest)
 };
 

@@ -17,8 +17,8 @@ namespace ffi = xla::ffi;
 
 constexpr int64_t kFewColumns = 8;
 constexpr int64_t kPanelWidth = kPanelVectors * kLanes;
-constexpr int64_t kDepth = 1024;       // of K at a time, so that a panel of x stays in the cache
-constexpr int64_t kRowsAhead = 4;      // that are fetched before they are needed
+constexpr int64_t kDepth = 1024;   // of K at a time, so that a panel of x stays in the cache
+constexpr int64_t kRowsAhead = 4;  // that are fetched before they are needed
 
 struct Product {
   const float* weight;
@@ -159,9 +159,8 @@ template <typename Work>
 void ForRows(int64_t num_rows, int num_threads, const Work& work) {
   constexpr int64_t kRows = kBlockRows<kPanelVectors>;
   const int64_t size = CeilDiv(CeilDiv(num_rows, kTasksAThread * std::max(1, num_threads)), kRows) * kRows;
-  Team::Get().Run(num_threads, CeilDiv(num_rows, size), [&](int64_t task) {
-    work(task * size, std::min(num_rows, (task + 1) * size));
-  });
+  Team::Get().Run(num_threads, CeilDiv(num_rows, size),
+                  [&](int64_t task) { work(task * size, std::min(num_rows, (task + 1) * size)); });
 }
 
 const ffi::Error kMisfit = ffi::Error::InvalidArgument("the shapes of weight, x and packed do not fit");
@@ -169,7 +168,7 @@ const ffi::Error kMisfit = ffi::Error::InvalidArgument("the shapes of weight, x 
 ffi::Error Linear(ffi::ThreadPool threads, ffi::BufferR2<ffi::F32> weight, ffi::BufferR2<ffi::F32> x,
                   ffi::ResultBufferR2<ffi::F32> out, ffi::ResultBufferR1<ffi::F32> packed, bool transpose) {
   const int64_t M = weight.dimensions()[0], K = weight.dimensions()[1], T = x.dimensions()[1];
-  const Product p{weight.typed_data(), x.typed_data(),    out->typed_data(),  packed->typed_data(), M, K, T,
+  const Product p{weight.typed_data(), x.typed_data(),   out->typed_data(), packed->typed_data(), M, K, T,
                   transpose ? 1 : T,   transpose ? M : 1};
   const int num_threads = static_cast<int>(threads.num_threads());
   if (x.dimensions()[0] != K || !Pack(p, packed->element_count(), num_threads)) return kMisfit;
@@ -184,9 +183,7 @@ Vector Silu(Vector x) {
 }
 
 // x times the normal distribution's integral, by tanh (arXiv 1606.08415).
-Vector Gelu(Vector x) {
-  return 0.5f * x * (1.0f + Tanh(0.79788456080286536f * (x + 0.044715f * x * x * x)));
-}
+Vector Gelu(Vector x) { return 0.5f * x * (1.0f + Tanh(0.79788456080286536f * (x + 0.044715f * x * x * x))); }
 
 void Gate(float* gate, const float* up, int64_t count, bool gelu) {
   const auto act = [gelu](Vector x) { return gelu ? Gelu(x) : Silu(x); };
@@ -201,7 +198,8 @@ ffi::Error GatedLinear(ffi::ThreadPool threads, ffi::BufferR2<ffi::F32> weight, 
                        ffi::ResultBufferR2<ffi::F32> out, ffi::ResultBufferR2<ffi::F32> up_out,
                        ffi::ResultBufferR1<ffi::F32> packed, bool gelu) {
   const int64_t M = weight.dimensions()[0] / 2, K = weight.dimensions()[1], T = x.dimensions()[1];
-  const Product gate{weight.typed_data(), x.typed_data(), out->typed_data(), packed->typed_data(), M, K, T, T, 1};
+  const Product gate{
+      weight.typed_data(), x.typed_data(), out->typed_data(), packed->typed_data(), M, K, T, T, 1};
   Product up = gate;
   up.weight += M * K;
   up.out = up_out->typed_data();

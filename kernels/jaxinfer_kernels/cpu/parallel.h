@@ -33,8 +33,8 @@ class Team {
     return *team;
   }
 
-  // Runs work(0) ... work(num_tasks - 1), each once, on up to num_threads threads, the caller's among them, and
-  // returns when all are done. Where the team is busy for another caller, this one works alone.
+  // Runs work(0) ... work(num_tasks - 1), each once, on up to num_threads threads, the caller's among them,
+  // and returns when all are done. Where the team is busy for another caller, this one works alone.
   template <typename Work>
   void Run(int num_threads, int64_t num_tasks, const Work& work) {
     std::unique_lock<std::mutex> alone(busy_, std::try_to_lock);

@@ -57,10 +57,13 @@ constexpr int kPanelVectors = 2;
 
 // Rows that are computed together: sums, a panel's vectors and a factor fill the registers.
 template <int kVectors>
-constexpr int kBlockRows = kVectors == 1 ? 8 : kRegisters >= 32 ? 12 : 6;
+constexpr int kBlockRows = kVectors == 1      ? 8
+                           : kRegisters >= 32 ? 12
+                                              : 6;
 
-// The left factor of a product, [rows, depth]: element (m, k) lies at m * row + k * column from its start, or,
-// where the depth is cut into parts, as that of values into pages, from the start of k's part. Either stride is 1.
+// The left factor of a product, [rows, depth]: element (m, k) lies at m * row + k * column from its start,
+// or, where the depth is cut into parts, as that of values into pages, from the start of k's part. Either
+// stride is 1.
 struct Factor {
   struct Part {
     const float* start;
@@ -94,7 +97,8 @@ __attribute__((noinline)) void MultiplyBlock(const Factor& a, int64_t first, con
         const float* line = ahead + first * a.row + begin * a.column;
         const int num_lines = a.column == 1 ? kRows : end - begin;
         for (int i = 0; i < num_lines; ++i) Fetch(line + i * (a.column == 1 ? a.row : a.column));
-        for (int m = 0; m < kRows && a.column == 1; ++m) FetchNear(rows + m * a.row + begin + 3 * kLineFloats);
+        for (int m = 0; m < kRows && a.column == 1; ++m)
+          FetchNear(rows + m * a.row + begin + 3 * kLineFloats);
       }
       for (int k = begin; k < end; ++k, b += kVectors * kLanes) {
         Vector columns[kVectors];
