@@ -14,6 +14,7 @@ import pytest
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.engine import resolve
 from jaxinfer.types import SamplingParams
+from tests.cpu_kernels import load_cpu_kernels
 from tests.integration.engines import make_engine, run, tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -28,6 +29,31 @@ def unoptimised() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+def answers_of(tokenizer: Path, model: str, **kernels: str) -> dict[str, list[int]]:
+    """Chunks, a prompt that hits another's pages, decodes beside prefill."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 150, 40).tolist()
+    prompts = [
+        shared,
+        rng.integers(0, 150, 7).tolist(),
+        [*shared, 1, 2, 3],
+        rng.integers(0, 150, 100).tolist(),
+    ]
+    engine = make_engine(tokenizer, model, **kernels, **SIZES)
+    answers = run(engine, {f"{i}": (prompt, GREEDY) for i, prompt in enumerate(prompts)})
+    assert engine.stats().compilations_serving == 0
+    return {key: tokens(out) for key, out in answers.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gemma3", pytest.param("qwen2", marks=pytest.mark.long)])
+def test_the_cpus_kernels_give_xlas_tokens(model: str, tokenizer: Path) -> None:
+    """gemma3 has windows, a soft gate and norms of queries and keys; qwen2 biases."""
+    load_cpu_kernels()
+    ours = answers_of(tokenizer, model, attention="cpu", matmul="cpu")
+    assert ours == answers_of(tokenizer, model, attention="xla", matmul="xla")
+
+
 @pytest.mark.usefixtures("unoptimised")
 @pytest.mark.parametrize(
     "model",
@@ -37,22 +63,9 @@ def unoptimised() -> Iterator[None]:
     ],
 )
 def test_same_tokens(model: str, tokenizer: Path) -> None:
-    """Chunks, a prompt that hits another's pages, decodes beside prefill; gemma3 has windows."""
-    rng = np.random.default_rng(0)
-    shared = rng.integers(0, 150, 40).tolist()
-    prompts = [
-        shared,
-        rng.integers(0, 150, 7).tolist(),
-        [*shared, 1, 2, 3],
-        rng.integers(0, 150, 100).tolist(),
-    ]
-    requests = {f"{i}": (prompt, GREEDY) for i, prompt in enumerate(prompts)}
-    answers = []
-    for attention in ("xla", "tpu"):
-        engine = make_engine(tokenizer, model, attention=attention, **SIZES)
-        answers.append({key: tokens(out) for key, out in run(engine, requests).items()})
-        assert engine.stats().compilations_serving == 0
-    assert answers[0] == answers[1]
+    """gemma3 has windows."""
+    ours, xlas = (answers_of(tokenizer, model, attention=attention) for attention in ("tpu", "xla"))
+    assert ours == xlas
 
 
 @pytest.mark.parametrize(
