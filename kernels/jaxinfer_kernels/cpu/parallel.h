@@ -52,11 +52,12 @@ class Team {
     job_.notify_all();
     TakeTasks();
     open_.store(false);
-    while (num_inside_.load() > 0) Pause();
+    // A helper may have lost its core to another process.
+    for (int spins = 0; num_inside_.load() > 0; ++spins) spins < kSpins ? Pause() : std::this_thread::yield();
   }
 
  private:
-  // A helper that waits longer than this sleeps: about 100 us.
+  // Whoever waits longer than this leaves its core to others: about 100 us.
   static constexpr int kSpins = 2000;
 
   [[noreturn]] void Help() {
