@@ -34,7 +34,7 @@ class SlotState:
 
 
 def create_kv_pages(model: ModelConfig, cache: CacheConfig, mesh: Mesh | None = None) -> tuple[KVPages, ...]:
-    """Zeros, an entry a layer, in the kernels' layout; page 0 of each group's pages is its null page."""
+    """Unused pages, an entry a layer, in the kernels' layout; page 0 of each group's is its null page."""
     num_pages = cache.num_pages * num_groups(mesh)
     shape = (num_pages, cache.page_size, model.num_key_value_heads, model.head_dim)
     place = None if mesh is None else page_sharding(mesh)

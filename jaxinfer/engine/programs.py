@@ -333,7 +333,7 @@ def step_lowerings(
 
     def lower_create_state() -> Lowered:
         def create_state() -> tuple[tuple[KVPages, ...], SlotState | None]:
-            """The stage's cache, and the last one's slots: zeros."""
+            """The stage's cache, and the last one's slots, which are zeros."""
             slots = create_slots(config, scheduler.max_num_seqs, mesh) if stage.is_last else None
             return create_kv_pages(config, cache, mesh), slots
 

@@ -131,7 +131,9 @@ def create_kv_pages(
     *,
     device: jax.sharding.Sharding | None = None,
 ) -> KVPages:
-    """Zeros: one layer's cache, placed as `device` says (kv heads are dimension 1 of both its arrays).
+    """One layer's cache, placed as `device` says (kv heads are dimension 1 of both its arrays).
+
+    Zeros, but for the cpu backend's on a single device, which hold anything.
 
     Raises:
       ValueError: dtype is none of KV_DTYPES, or what `kv_pages_shape` raises.
@@ -140,6 +142,10 @@ def create_kv_pages(
     if name not in KV_DTYPES:
         raise ValueError(f"dtype={name!r} must be one of {', '.join(KV_DTYPES)}")
     shape = kv_pages_shape(num_pages, page_size, num_kv_heads, head_dim, backend)
+    if backend == "cpu" and device is None:
+        from jaxinfer_kernels.cpu.attention import unwritten_pages
+
+        return KVPages(unwritten_pages(shape), None)
     stored = _XLA_STORAGE.get(name, name) if backend == "xla" else name
     scales = None
     if name in QUANTIZED_DTYPES:

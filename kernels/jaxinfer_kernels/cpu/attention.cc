@@ -131,7 +131,12 @@ ffi::Error PagedAttention(ffi::ThreadPool threads, Floats3 q, Floats3 k, Floats3
   return ffi::Error::Success();
 }
 
+ffi::Error Unwritten(ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); }
+
 }  // namespace
+
+// An array of whatever its memory holds.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxinferUnwritten, Unwritten, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxinferPagedAttention, PagedAttention,
                               ffi::Ffi::Bind()

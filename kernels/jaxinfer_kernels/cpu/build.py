@@ -25,6 +25,7 @@ _HANDLERS: Mapping[str, str] = MappingProxyType(
         "linear": "JaxinferLinear",
         "gated_linear": "JaxinferGatedLinear",
         "paged_attention": "JaxinferPagedAttention",
+        "unwritten": "JaxinferUnwritten",
     }
 )
 _COMPILERS = ("c++", "g++", "clang++")
