@@ -185,8 +185,9 @@ def _split(body: memoryview) -> tuple[dict[str, Any], memoryview]:
 
 
 def _why_there_is_none(directory: Path, key: Mapping[str, str]) -> str:
-    """What the most similar one differs in."""
-    keys = [found for path in sorted(directory.glob("*.bundle")) if (found := _read_key(path))]
+    """What the most similar one differs in. One that has come meanwhile differs in nothing, and was not there."""
+    found = (_read_key(path) for path in sorted(directory.glob("*.bundle")))
+    keys = [other for other in found if other and other != key]
     if not keys:
         return f"there is no bundle in {directory}"
     closest = min(keys, key=lambda other: len(_differing(other, key)))
