@@ -185,7 +185,7 @@ def _split(body: memoryview) -> tuple[dict[str, Any], memoryview]:
 
 
 def _why_there_is_none(directory: Path, key: Mapping[str, str]) -> str:
-    """What the most similar one differs in. One that has come meanwhile differs in nothing, and was not there."""
+    """What the most similar one differs in: not one that has come meanwhile, which differs in nothing."""
     found = (_read_key(path) for path in sorted(directory.glob("*.bundle")))
     keys = [other for other in found if other and other != key]
     if not keys:
