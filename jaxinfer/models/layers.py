@@ -1,4 +1,4 @@
-"""Norm, rotary embedding, linear and activation: the pieces that the decoder is made of.
+"""Norm, rotary embedding, linear and embedding: the pieces that the decoder is made of.
 
 Dims: T tokens of this step, N heads, H head_dim. Weights are [out, in], as Hugging Face stores them;
 activations are feature-major, [features, T] (transformer.py says why).
@@ -7,7 +7,6 @@ activations are feature-major, [features, T] (transformer.py says why).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -39,15 +38,6 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, axis: int) -> jax.Arra
     scale = lax.rsqrt(jnp.mean(x32 * x32, axis=axis, keepdims=True) + eps)
     weight32 = jnp.moveaxis(weight.astype(jnp.float32).reshape(-1, *(1,) * (x.ndim - 1)), 0, axis)
     return (x32 * scale * weight32).astype(x.dtype)
-
-
-def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """The gate's non-linearity, by Hugging Face's name."""
-    if name == "silu":
-        return jax.nn.silu
-    if name == "gelu_pytorch_tanh":
-        return lambda x: jax.nn.gelu(x, approximate=True)
-    raise ValueError(f"hidden_act={name!r} must be silu or gelu_pytorch_tanh")
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:

@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxinfer.config import ModelConfig, MoeConfig
-from jaxinfer.models.layers import Linear, activation
+from jaxinfer.models.layers import Linear
 from jaxinfer.parallel.mesh import TENSOR
-from jaxinfer_kernels import grouped_matmul
+from jaxinfer_kernels import ACTIVATIONS, Activation, grouped_matmul
 
 
 def route(x: jax.Array, weight: jax.Array, moe: MoeConfig) -> tuple[jax.Array, jax.Array]:
@@ -55,7 +55,7 @@ def apply_experts(
     weights: jax.Array,
     gate_up: jax.Array,
     down: jax.Array,
-    hidden_act: str,
+    hidden_act: Activation,
     first_expert: int | jax.Array = 0,
 ) -> jax.Array:
     """What some experts add to each token: the sum of weight * down(act(gate(x)) * up(x)).
@@ -81,7 +81,7 @@ def apply_experts(
     group_sizes = jnp.bincount(own, length=num_experts)
     rows = x.T[order // num_chosen]  # [T * X, D]
     gate, up = jnp.split(grouped_matmul(rows, gate_up, group_sizes), 2, axis=1)
-    out = grouped_matmul(activation(hidden_act)(gate) * up, down, group_sizes)
+    out = grouped_matmul(ACTIVATIONS[hidden_act](gate) * up, down, group_sizes)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]))
     by_token = out[place].reshape(num_tokens, num_chosen, -1).astype(jnp.float32)
     return (by_token * weights[..., None]).sum(axis=1).T

@@ -30,7 +30,6 @@ from jaxinfer.models.layers import (
     Embedding,
     Linear,
     RMSNorm,
-    activation,
     apply_rope,
     rope_table,
     soft_cap,
@@ -38,7 +37,7 @@ from jaxinfer.models.layers import (
 )
 from jaxinfer.models.moe import SparseMoe
 from jaxinfer.parallel.mesh import TENSOR, constrain
-from jaxinfer_kernels import gated_linear, linear
+from jaxinfer_kernels import ACTIVATIONS, gated_linear, linear
 
 # One layer's part of the KV cache: whatever the attention function takes and gives back.
 KVPages = Any
@@ -127,7 +126,7 @@ class MLP(nnx.Module):
             return self.down_proj(gated_linear(weight, x, activation=config.hidden_act, backend="cpu"))
         sizes = (config.intermediate_size,) * 2
         gate, up = unfuse(self.gate_up_proj(x), sizes, config.tensor_parallel)
-        return constrain(self.down_proj(constrain(activation(config.hidden_act)(gate) * up, TENSOR)))
+        return constrain(self.down_proj(constrain(ACTIVATIONS[config.hidden_act](gate) * up, TENSOR)))
 
 
 class DecoderLayer(nnx.Module):

@@ -15,9 +15,18 @@ from jaxinfer_kernels.layout import (
     mla_pages_shape,
     prefill_tile_tokens,
 )
-from jaxinfer_kernels.matmul import gated_linear, grouped_matmul, linear, quantized_matmul
+from jaxinfer_kernels.matmul import (
+    ACTIVATIONS,
+    Activation,
+    gated_linear,
+    grouped_matmul,
+    linear,
+    quantized_matmul,
+)
 
 __all__ = [
+    "ACTIVATIONS",
+    "Activation",
     "AttentionMetadata",
     "Backend",
     "KVPages",
