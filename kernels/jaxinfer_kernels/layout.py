@@ -143,7 +143,7 @@ def create_kv_pages(
         raise ValueError(f"dtype={name!r} must be one of {', '.join(KV_DTYPES)}")
     shape = kv_pages_shape(num_pages, page_size, num_kv_heads, head_dim, backend)
     if backend == "cpu" and device is None:
-        from jaxinfer_kernels.cpu.attention import unwritten_pages
+        from jaxinfer_kernels.cpu.pages import unwritten_pages
 
         return KVPages(unwritten_pages(shape), None)
     stored = _XLA_STORAGE.get(name, name) if backend == "xla" else name

@@ -57,18 +57,6 @@ def paged_attention(
     return out.transpose(2, 0, 1), lse.T, KVPages(data, None)
 
 
-def unwritten_pages(shape: tuple[int, ...]) -> jax.Array:
-    """One layer's pages, float32, holding anything: nobody reads what was not written, and zeros in a GiB of
-    them take half a second.
-    """
-    call = jax.ffi.ffi_call(
-        target_name("unwritten"),
-        jax.ShapeDtypeStruct(shape, jnp.float32),
-        has_side_effect=True,  # so that XLA does not take two layers' for one array
-    )
-    return call()
-
-
 def _arrays(tiles: QueryTiles | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Page table, start and kv_len; of no tiles where there are none."""
     if tiles is None:
