@@ -379,7 +379,14 @@ def _lower(
       options: the compiler's.
     """
     if mesh is None:
-        return jax.jit(step, donate_argnums=donate, compiler_options=options).lower(*args)
+
+        def one(*args: Any) -> Any:
+            # jax would give the same function's executable again: one that was read from the persistent cache
+            # cannot be bundled (compilation.py).
+            return step(*args)
+
+        one.__name__ = step.__name__
+        return jax.jit(one, donate_argnums=donate, compiler_options=options).lower(*args)
     whole = over_groups(step, mesh, num_shared=num_shared)
     whole.__name__ = step.__name__
     return jax.jit(whole, donate_argnums=donate, out_shardings=out, compiler_options=options).lower(*args)

@@ -77,6 +77,16 @@ def test_a_start_from_a_bundle_compiles_nothing(
     assert warnings == []
 
 
+def test_a_bundle_after_an_engine_from_the_persistent_cache(tokenizer: Path, tmp_path: Path) -> None:
+    """In one process: what was read from the cache cannot be serialised, and must not be taken again."""
+    make_engine(tokenizer, share_programs=False)
+    jax.clear_caches()
+    cached = make_engine(tokenizer, share_programs=False)
+    assert cached._counter.total.num_compilations == 0
+    make_engine(tokenizer, bundle=str(tmp_path))
+    assert answers(make_engine(tokenizer, bundle=str(tmp_path))) == answers(cached)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x1", pytest.param("2x1x2", marks=pytest.mark.long)])
 def test_a_start_from_the_bundle_of_a_plan_compiles_nothing(
