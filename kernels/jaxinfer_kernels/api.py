@@ -16,13 +16,8 @@ from jaxinfer_kernels.checks import (
     check_paged_attention,
     has_layout,
 )
+from jaxinfer_kernels.cpu import attention as cpu
 from jaxinfer_kernels.layout import AttentionMetadata, Backend, KVPages, kv_pages_shape, mla_pages_shape
-
-
-def _cpu_paged_attention(*args: Any, **options: Any) -> Any:
-    from jaxinfer_kernels.cpu.attention import paged_attention
-
-    return paged_attention(*args, **options)
 
 
 def _tpu_paged_attention(*args: Any, **options: Any) -> Any:
@@ -54,7 +49,7 @@ def _gpu_paged_attention(*args: Any, **options: Any) -> Any:
 # log-sum-exp; Pallas kernels take `interpret`, and tpu `return_lse`, since it costs something there. A
 # backend is added here and in layout.py.
 _PAGED_ATTENTION: Mapping[Backend, Callable[..., Any]] = {
-    "cpu": _cpu_paged_attention,
+    "cpu": cpu.paged_attention,
     "tpu": _tpu_paged_attention,
     "gpu": _gpu_paged_attention,
     "xla": xla.paged_attention,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxinfer_kernels.cpu.pages import unwritten_pages
 from jaxinfer_kernels.tpu import attention_layout
 
 Backend = Literal["cpu", "tpu", "gpu", "xla"]
@@ -143,8 +144,6 @@ def create_kv_pages(
         raise ValueError(f"dtype={name!r} must be one of {', '.join(KV_DTYPES)}")
     shape = kv_pages_shape(num_pages, page_size, num_kv_heads, head_dim, backend)
     if backend == "cpu" and device is None:
-        from jaxinfer_kernels.cpu.pages import unwritten_pages
-
         return KVPages(unwritten_pages(shape), None)
     stored = _XLA_STORAGE.get(name, name) if backend == "xla" else name
     scales = None

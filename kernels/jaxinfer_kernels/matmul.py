@@ -19,6 +19,7 @@ from jaxinfer_kernels.checks import (
     check_linear,
     check_quantized_matmul,
 )
+from jaxinfer_kernels.cpu import linear as cpu
 from jaxinfer_kernels.layout import Backend
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
@@ -48,9 +49,7 @@ def linear(
     """
     check_linear(weight, x, backend)
     if backend == "cpu":
-        from jaxinfer_kernels.cpu.linear import linear as cpu_linear
-
-        return cpu_linear(weight, x, token_major=token_major)
+        return cpu.linear(weight, x, token_major=token_major)
     out = jax.lax.dot_general(weight, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     return out.T if token_major else out
 
@@ -78,9 +77,7 @@ def gated_linear(
     if weight.shape[0] % 2:
         raise ValueError(f"weight{weight.shape} must be [2F, D]")
     if backend == "cpu":
-        from jaxinfer_kernels.cpu.linear import gated_linear as cpu_gated_linear
-
-        return cpu_gated_linear(weight, x, activation=activation)
+        return cpu.gated_linear(weight, x, activation=activation)
     gate, up = jnp.split(linear(weight, x), 2)
     return ACTIVATIONS[activation](gate) * up
 

@@ -60,10 +60,16 @@ class Target(ABC):
         """Scratch types for as many products at once, of a warpgroup."""
 
     @abstractmethod
-    def multiply(self, sums: Sums, a: Ref, b: Ref, warpgroup: Any = 0) -> jax.Array:
-        """The f32 product M x K by K x N of what is in shared memory, of which nothing is read any more."""
+    def products(
+        self, sums: Sums, pairs: Sequence[tuple[Ref, Ref]], warpgroup: Any = 0
+    ) -> Iterator[jax.Array]:
+        """The f32 products M x K by K x N of pairs in shared memory, which nothing reads after the last."""
 
-    @abstractmethod
+    def multiply(self, sums: Sums, a: Ref, b: Ref, warpgroup: Any = 0) -> jax.Array:
+        """One of `products`."""
+        (product,) = self.products(sums, [(a, b)], warpgroup)
+        return product
+
     def add_products(
         self,
         accs: Sequence[jax.Array],
@@ -71,7 +77,9 @@ class Target(ABC):
         pairs: Sequence[tuple[Ref, Ref]],
         warpgroup: Any = 0,
     ) -> tuple[jax.Array, ...]:
-        """Each of accs and its pair's product, see `multiply`."""
+        """Each of accs and its pair's product."""
+        products = self.products(sums, pairs, warpgroup)
+        return tuple(acc + product for acc, product in zip(accs, products, strict=True))
 
 
 @dataclass(frozen=True)
@@ -98,22 +106,17 @@ class Hopper(Target):
     def sums(self, shape: tuple[int, int], products: int, warpgroups: int = 1) -> Sums:
         return ()
 
-    def multiply(self, sums: Sums, a: Ref, b: Ref, warpgroup: Any = 0) -> jax.Array:
-        def accumulate(ref: Ref) -> jax.Array:
-            plgpu.wgmma(ref, a, b)
-            return ref[...]
+    def products(
+        self, sums: Sums, pairs: Sequence[tuple[Ref, Ref]], warpgroup: Any = 0
+    ) -> Iterator[jax.Array]:
+        for a, b in pairs:
 
-        shape = (a.shape[0], b.shape[1])
-        return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+            def accumulate(ref: Ref, a: Ref = a, b: Ref = b) -> jax.Array:
+                plgpu.wgmma(ref, a, b)
+                return ref[...]
 
-    def add_products(
-        self,
-        accs: Sequence[jax.Array],
-        sums: Sums,
-        pairs: Sequence[tuple[Ref, Ref]],
-        warpgroup: Any = 0,
-    ) -> tuple[jax.Array, ...]:
-        return tuple(acc + self.multiply(sums, *pair) for acc, pair in zip(accs, pairs, strict=True))
+            shape = (a.shape[0], b.shape[1])
+            yield pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 @dataclass(frozen=True)
@@ -151,21 +154,9 @@ class Blackwell(Target):
             memory=plgpu.TMEM((warpgroups * products, *shape), jnp.float32), done=barrier, loaded=barrier
         )
 
-    def multiply(self, sums: Sums, a: Ref, b: Ref, warpgroup: Any = 0) -> jax.Array:
-        (product,) = self._products(sums, [(a, b)], warpgroup)
-        return product
-
-    def add_products(
-        self,
-        accs: Sequence[jax.Array],
-        sums: Sums,
-        pairs: Sequence[tuple[Ref, Ref]],
-        warpgroup: Any = 0,
-    ) -> tuple[jax.Array, ...]:
-        products = self._products(sums, pairs, warpgroup)
-        return tuple(acc + product for acc, product in zip(accs, products, strict=True))
-
-    def _products(self, sums: Sums, pairs: Sequence[tuple[Ref, Ref]], warpgroup: Any) -> Iterator[jax.Array]:
+    def products(
+        self, sums: Sums, pairs: Sequence[tuple[Ref, Ref]], warpgroup: Any = 0
+    ) -> Iterator[jax.Array]:
         """Starts all of them and waits, and loads each as it is asked for: there are few registers."""
         done, loaded = sums["done"].at[warpgroup], sums["loaded"].at[warpgroup]
         refs = [sums["memory"].at[warpgroup * len(pairs) + index] for index in range(len(pairs))]
