@@ -18,6 +18,7 @@ namespace ffi = xla::ffi;
 constexpr int64_t kFewColumns = 8;
 constexpr int64_t kPanelWidth = kPanelVectors * kLanes;
 constexpr int64_t kDepth = 1024;   // of K at a time, so that a panel of x stays in the cache
+constexpr int64_t kRowTasksAThread = 4;  // fewer than of other work: a task reads all of x
 constexpr int64_t kRowsAhead = 4;  // that are fetched before they are needed
 
 struct Product {
@@ -104,9 +105,9 @@ void MultiplyPanel(const Product& p, int64_t panel, int64_t begin, int64_t end, 
   constexpr int64_t kRows = kBlockRows<kVectors>, kWidth = kVectors * kLanes;
   const int64_t column = panel * kPanelWidth;
   const int64_t columns = std::min(p.T - column, kWidth);
-  const float* weight_part = p.weight + depth_begin;
-  const float* ahead = panel == 0 ? weight_part + kRows * p.K : nullptr;  // the next rows
-  const Factor::Part part{weight_part, static_cast<int>(depth_end - depth_begin), ahead};
+  const float* next_rows = p.weight + kRows * (p.K + depth_begin);  // this depth's part of them
+  const Factor::Part part{p.weight + depth_begin, static_cast<int>(depth_end - depth_begin),
+                          panel == 0 ? next_rows : nullptr};
   const Factor weight{p.K, 1, &part, 1};
   const float* b = (IsPanel(p) ? p.x : p.packed + panel * p.K * kPanelWidth) + depth_begin * kWidth;
   const bool add = depth_begin > 0;
@@ -158,7 +159,7 @@ void MultiplyRange(const Product& p, int64_t begin, int64_t end) {
 template <typename Work>
 void ForRows(int64_t num_rows, int num_threads, const Work& work) {
   constexpr int64_t kRows = kBlockRows<kPanelVectors>;
-  const int64_t size = CeilDiv(CeilDiv(num_rows, kTasksAThread * std::max(1, num_threads)), kRows) * kRows;
+  const int64_t size = CeilDiv(CeilDiv(num_rows, kRowTasksAThread * std::max(1, num_threads)), kRows) * kRows;
   Team::Get().Run(num_threads, CeilDiv(num_rows, size),
                   [&](int64_t task) { work(task * size, std::min(num_rows, (task + 1) * size)); });
 }
@@ -206,9 +207,14 @@ ffi::Error GatedLinear(ffi::ThreadPool threads, ffi::BufferR2<ffi::F32> weight, 
   const int num_threads = static_cast<int>(threads.num_threads());
   if (x.dimensions()[0] != K || !Pack(gate, packed->element_count(), num_threads)) return kMisfit;
   ForRows(M, num_threads, [&](int64_t begin, int64_t end) {
-    MultiplyRange(gate, begin, end);
-    MultiplyRange(up, begin, end);
-    Gate(gate.out + begin * T, up.out + begin * T, (end - begin) * T, gelu);
+    // A panel's blocks alternate, so that both weights are read from front to back.
+    const int64_t step = T <= kPanelWidth ? kBlockRows<kPanelVectors> : end - begin;
+    for (int64_t row = begin; row < end; row += step) {
+      const int64_t row_end = std::min(end, row + step);
+      MultiplyRange(gate, row, row_end);
+      MultiplyRange(up, row, row_end);
+      Gate(gate.out + row * T, up.out + row * T, (row_end - row) * T, gelu);
+    }
   });
   return ffi::Error::Success();
 }

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <mutex>
@@ -34,7 +35,9 @@ class Team {
   }
 
   // Runs work(0) ... work(num_tasks - 1), each once, on up to num_threads threads, the caller's among them,
-  // and returns when all are done. Where the team is busy for another caller, this one works alone.
+  // and returns when all are done. Each thread has a share of consecutive tasks, which it takes in order, so
+  // that what one task fetches ahead is there for the next; whoever is done early helps others. Where the team
+  // is busy for another caller, this one works alone.
   template <typename Work>
   void Run(int num_threads, int64_t num_tasks, const Work& work) {
     std::unique_lock<std::mutex> alone(busy_, std::try_to_lock);
@@ -42,15 +45,17 @@ class Team {
       for (int64_t task = 0; task < num_tasks; ++task) work(task);
       return;
     }
-    for (; num_helpers_ < num_threads - 1; ++num_helpers_) std::thread([this] { Help(); }).detach();
+    num_threads_ = std::min(num_threads, kMaxThreads);
+    for (; num_helpers_ < num_threads_ - 1; ++num_helpers_)
+      std::thread([this, thread = num_helpers_ + 1] { Help(thread); }).detach();
     call_ = [](const void* work, int64_t task) { (*static_cast<const Work*>(work))(task); };
     work_ = &work;
     num_tasks_ = num_tasks;
-    next_.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < num_threads_; ++i) shares_[i].next.store(ShareBegin(i), std::memory_order_relaxed);
     open_.store(true, std::memory_order_release);
     job_.fetch_add(1, std::memory_order_release);
     job_.notify_all();
-    TakeTasks();
+    TakeTasks(0);
     open_.store(false);
     // A helper may have lost its core to another process.
     for (int spins = 0; num_inside_.load() > 0; ++spins) spins < kSpins ? Pause() : std::this_thread::yield();
@@ -59,30 +64,44 @@ class Team {
  private:
   // Whoever waits longer than this leaves its core to others: about 100 us.
   static constexpr int kSpins = 2000;
+  static constexpr int kMaxThreads = 256;
 
-  [[noreturn]] void Help() {
+  [[noreturn]] void Help(int thread) {
     for (uint32_t seen = 0;;) {
       for (int i = 0; i < kSpins && job_.load(std::memory_order_acquire) == seen; ++i) Pause();
       job_.wait(seen, std::memory_order_acquire);
       seen = job_.load(std::memory_order_acquire);
       // Whoever is inside before the caller closes the job is waited for; who comes later finds it closed.
       num_inside_.fetch_add(1);
-      if (open_.load()) TakeTasks();
+      if (open_.load()) TakeTasks(thread);
       num_inside_.fetch_sub(1);
     }
   }
 
-  void TakeTasks() {
-    for (int64_t task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < num_tasks_;)
-      call_(work_, task);
+  int64_t ShareBegin(int share) const { return num_tasks_ * share / num_threads_; }
+
+  // Those of the thread's own share, then those left of the others'.
+  void TakeTasks(int thread) {
+    for (int i = 0; i < num_threads_; ++i) {
+      const int share = (thread + i) % num_threads_;
+      const int64_t end = ShareBegin(share + 1);
+      for (int64_t task; (task = shares_[share].next.fetch_add(1, std::memory_order_relaxed)) < end;)
+        call_(work_, task);
+    }
   }
+
+  // A line of the cache each.
+  struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+  };
 
   std::mutex busy_;
   int num_helpers_ = 0;
   void (*call_)(const void*, int64_t) = nullptr;
   const void* work_ = nullptr;
   int64_t num_tasks_ = 0;
-  std::atomic<int64_t> next_{0};
+  int num_threads_ = 1;
+  Share shares_[kMaxThreads];
   std::atomic<int> num_inside_{0};
   std::atomic<bool> open_{false};
   std::atomic<uint32_t> job_{0};

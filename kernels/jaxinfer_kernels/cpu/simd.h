@@ -46,9 +46,11 @@ inline void Store(float* to, Vector x) { std::memcpy(to, &x, sizeof x); }
 
 constexpr int kLineFloats = 16;  // of a line of the cache
 
-// Has a line fetched into the second level of the cache, or the first, for what comes within the microsecond.
+// Has a line fetched into the second level of the cache.
 inline void Fetch(const float* from) { __builtin_prefetch(from, 0, 2); }
-inline void FetchNear(const float* from) { __builtin_prefetch(from, 0, 3); }
+
+// Has a line fetched into the first level, to be written.
+inline void FetchToWrite(const float* to) { __builtin_prefetch(to, 1, 3); }
 
 inline Vector Broadcast(float x) { return Vector{} + x; }
 
@@ -68,7 +70,9 @@ struct Factor {
   struct Part {
     const float* start;
     int depth;
-    const float* ahead;  // what lies like this part and is needed soon, which is fetched meanwhile; or null
+    // What is needed soon, and is fetched meanwhile, or null: as much from `first` on as the block has, in one
+    // piece where it is read along k.
+    const float* ahead;
   };
 
   ptrdiff_t row, column;
@@ -87,31 +91,45 @@ __attribute__((noinline)) void MultiplyBlock(const Factor& a, int64_t first, con
 #pragma GCC unroll 32
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < kVectors; ++n) sums[m][n] = add ? Load(out + m * out_row + n * kLanes) : Vector{};
+    for (int n = 0; n < kVectors; ++n) {
+      float* to = out + m * out_row + n * kLanes;
+      if (!add) FetchToWrite(to);
+      sums[m][n] = add ? Load(to) : Vector{};
+    }
+  // The products of a column of `a`, and b's next row.
+  const auto multiply = [&](const float* factors) __attribute__((always_inline)) {
+    Vector columns[kVectors];
+#pragma GCC unroll 4
+    for (int n = 0; n < kVectors; ++n) columns[n] = Load(b + n * kLanes);
+#pragma GCC unroll 32
+    for (int m = 0; m < kRows; ++m) {
+      const float factor = factors[m * a.row];
+#pragma GCC unroll 4
+      for (int n = 0; n < kVectors; ++n) sums[m][n] += factor * columns[n];
+    }
+    b += kVectors * kLanes;
+  };
   for (int part = 0; part < a.num_parts; ++part) {
     const auto [start, depth, ahead] = a.parts[part];
-    const float* rows = start + first * a.row;
-    for (int begin = 0; begin < depth; begin += kLineFloats) {
-      const int end = begin + kLineFloats < depth ? begin + kLineFloats : depth;
-      if (ahead != nullptr) {
-        const float* line = ahead + first * a.row + begin * a.column;
-        const int num_lines = a.column == 1 ? kRows : end - begin;
-        for (int i = 0; i < num_lines; ++i) Fetch(line + i * (a.column == 1 ? a.row : a.column));
-        for (int m = 0; m < kRows && a.column == 1; ++m)
-          FetchNear(rows + m * a.row + begin + 3 * kLineFloats);
-      }
-      for (int k = begin; k < end; ++k, b += kVectors * kLanes) {
-        Vector columns[kVectors];
-#pragma GCC unroll 4
-        for (int n = 0; n < kVectors; ++n) columns[n] = Load(b + n * kLanes);
-#pragma GCC unroll 32
-        for (int m = 0; m < kRows; ++m) {
-          const float factor = rows[m * a.row + k * a.column];
-#pragma GCC unroll 4
-          for (int n = 0; n < kVectors; ++n) sums[m][n] += factor * columns[n];
+    const float* factors = start + first * a.row;
+    int k = 0;
+    if (ahead != nullptr && a.column == 1) {
+      const float* lines = ahead + first * a.row;
+      for (; k + kLineFloats <= depth; k += kLineFloats, lines += kRows * kLineFloats) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLineFloats; ++i, ++factors) {
+          if (i < kRows) Fetch(lines + i * kLineFloats);
+          multiply(factors);
         }
       }
+    } else if (ahead != nullptr) {
+      for (const float* line = ahead + first; k < depth; ++k, factors += a.column, line += a.column) {
+        Fetch(line);
+        multiply(factors);
+      }
     }
+#pragma GCC unroll 4
+    for (; k < depth; ++k, factors += a.column) multiply(factors);
   }
 #pragma GCC unroll 32
   for (int m = 0; m < kRows; ++m)
