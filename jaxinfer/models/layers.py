@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 
 from jaxinfer.config import RopeConfig
-from jaxinfer_kernels import Backend, linear
+from jaxinfer_kernels import Backend, add_rms_norm, linear, rms_norm
 
 
 def unfuse(x: jax.Array, sizes: tuple[int, ...], num_blocks: int) -> list[jax.Array]:
@@ -30,14 +29,6 @@ def unfuse(x: jax.Array, sizes: tuple[int, ...], num_blocks: int) -> list[jax.Ar
     blocks = x.reshape(num_blocks, -1, *x.shape[1:])
     ends = np.cumsum(sizes)[:-1] // num_blocks
     return [part.reshape(-1, *x.shape[1:]) for part in jnp.split(blocks, ends, axis=1)]
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, axis: int) -> jax.Array:
-    """Root-mean-square norm over an axis, in float32; the result has x's dtype."""
-    x32 = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(x32 * x32, axis=axis, keepdims=True) + eps)
-    weight32 = jnp.moveaxis(weight.astype(jnp.float32).reshape(-1, *(1,) * (x.ndim - 1)), 0, axis)
-    return (x32 * scale * weight32).astype(x.dtype)
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
@@ -94,14 +85,6 @@ def rope_table(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[j
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate x [N, H, T], whose halves are the pairs' first and second members (Hugging Face's order)."""
-    halves = x.astype(jnp.float32).reshape(x.shape[0], 2, -1, x.shape[2])
-    # [first * cos - second * sin, second * cos + first * sin], without XLA's slow concatenation.
-    out = halves * cos + lax.rev(halves, (1,)) * jnp.stack([-sin, sin])
-    return out.reshape(x.shape).astype(x.dtype)
-
-
 class Linear(nnx.Module):
     """weight [out, in] and perhaps a bias [out]."""
 
@@ -123,13 +106,18 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Over `axis`; weight [dim], kept in float32: it is small, and 1 + w is not exact in bfloat16."""
 
-    def __init__(self, dim: int, eps: float, axis: int = 0) -> None:
+    def __init__(self, dim: int, eps: float, axis: int = 0, backend: Backend = "xla") -> None:
         self.eps = eps
         self.axis = axis
+        self.backend: Backend = backend
         self.weight = nnx.Param(jnp.ones((dim,), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.weight[...], self.eps, self.axis)
+        return rms_norm(x, self.weight[...], eps=self.eps, axis=self.axis)
+
+    def add(self, x: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x, delta [dim, T] -> x + delta, and its norm."""
+        return add_rms_norm(x, delta, self.weight[...], eps=self.eps, backend=self.backend)
 
 
 class Embedding(nnx.Module):

@@ -30,14 +30,13 @@ from jaxinfer.models.layers import (
     Embedding,
     Linear,
     RMSNorm,
-    apply_rope,
     rope_table,
     soft_cap,
     unfuse,
 )
 from jaxinfer.models.moe import SparseMoe
 from jaxinfer.parallel.mesh import TENSOR, constrain
-from jaxinfer_kernels import ACTIVATIONS, gated_linear, linear
+from jaxinfer_kernels import ACTIVATIONS, gated_linear, linear, rotate, rotate_qkv
 
 # One layer's part of the KV cache: whatever the attention function takes and gives back.
 KVPages = Any
@@ -86,15 +85,12 @@ class Attention(nnx.Module):
         """x [D, T] -> [D, T], and the layer's pages with this step's k and v written."""
         config, num_tokens = self.config, x.shape[1]
         heads = self.qkv_proj(x).reshape(-1, config.head_dim, num_tokens)
-        sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        q, k, v = unfuse(heads, sizes, config.tensor_parallel)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (part.transpose(2, 0, 1) for part in (apply_rope(q, *rope), apply_rope(k, *rope), v))
+        if config.matmul == "cpu" and self.q_norm is None:
+            qkv = rotate_qkv(heads, *rope, num_kv_heads=config.num_key_value_heads, backend="cpu")
+        else:
+            qkv = self._rotated(heads, rope)
         out, kv_pages = attend(
-            q,
-            k,
-            v,
+            *(part.transpose(2, 0, 1) for part in qkv),
             kv_pages,
             metadata,
             scale=config.attention_scale,
@@ -104,6 +100,17 @@ class Attention(nnx.Module):
         # Without the barrier XLA folds the transpose into the product, which is then the slower form.
         out = lax.optimization_barrier(out.transpose(1, 2, 0).reshape(-1, num_tokens).astype(x.dtype))
         return constrain(self.o_proj(constrain(out, TENSOR))), kv_pages
+
+    def _rotated(
+        self, heads: jax.Array, rope: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [N, H, T], k and v [K, H, T] of the fused product's heads."""
+        config = self.config
+        sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        q, k, v = unfuse(heads, sizes, config.tensor_parallel)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, *rope), rotate(k, *rope), v
 
 
 class MLP(nnx.Module):
@@ -139,7 +146,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, dtype: DTypeLike) -> None:
         def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, config.rms_norm_eps)
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, backend=config.matmul)
 
         self.sandwich_norms = config.sandwich_norms
         self.self_attn = Attention(config, dtype)
@@ -156,27 +163,28 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
+        delta: jax.Array,
         is_token: jax.Array,
         rope: tuple[jax.Array, jax.Array],
         kv_pages: KVPages,
         metadata: Any,
         layer: LayerConfig,
         attend: AttentionFn,
-    ) -> tuple[jax.Array, KVPages]:
-        """x [D, T] -> [D, T], and the layer's pages with this step's k and v written.
+    ) -> tuple[jax.Array, jax.Array, KVPages]:
+        """The layer's pages with this step's k and v written, and x and delta [D, T] for the next layer.
 
+        x + delta is the residual stream: each norm adds what the half before it computed, in one pass.
         `is_token` [T] is False for padding, for which no experts are read.
         """
-        out, kv_pages = self.self_attn(self.input_layernorm(x), rope, kv_pages, metadata, layer, attend)
+        x, normed = self.input_layernorm.add(x, delta)
+        delta, kv_pages = self.self_attn(normed, rope, kv_pages, metadata, layer, attend)
         if self.sandwich_norms:
-            x = x + self.post_attention_layernorm(out)
-            out = self.post_feedforward_layernorm(
-                self._feed_forward(self.pre_feedforward_layernorm(x), is_token)
-            )
+            x, normed = self.pre_feedforward_layernorm.add(x, self.post_attention_layernorm(delta))
+            delta = self.post_feedforward_layernorm(self._feed_forward(normed, is_token))
         else:
-            x = x + out
-            out = self._feed_forward(self.post_attention_layernorm(x), is_token)
-        return x + out, kv_pages
+            x, normed = self.post_attention_layernorm.add(x, delta)
+            delta = self._feed_forward(normed, is_token)
+        return x, delta, kv_pages
 
     def _feed_forward(self, x: jax.Array, is_token: jax.Array) -> jax.Array:
         return self.mlp(x, is_token) if isinstance(self.mlp, SparseMoe) else self.mlp(x)
@@ -186,6 +194,7 @@ class DecoderLayer(nnx.Module):
 def _run_layer(
     module: DecoderLayer,
     x: jax.Array,
+    delta: jax.Array,
     is_token: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     kv_pages: KVPages,
@@ -193,9 +202,9 @@ def _run_layer(
     *,
     layer: LayerConfig,
     attend: AttentionFn,
-) -> tuple[jax.Array, KVPages]:
+) -> tuple[jax.Array, jax.Array, KVPages]:
     """Jitted so that layers of equal config are traced and lowered once; XLA inlines the calls."""
-    return module(x, is_token, rope, kv_pages, metadata, layer, attend)
+    return module(x, delta, is_token, rope, kv_pages, metadata, layer, attend)
 
 
 class Backbone(nnx.Module):
@@ -206,7 +215,7 @@ class Backbone(nnx.Module):
             self.embed_tokens = Embedding(config.padded_vocab_size, config.hidden_size, dtype)
         self.layers = nnx.List([DecoderLayer(config, layer, dtype) for layer in config.layers])
         if config.stage.is_last:
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend=config.matmul)
 
 
 class Transformer(nnx.Module):
@@ -248,13 +257,15 @@ class Transformer(nnx.Module):
         """
         config = self.config
         x = self._embed(inputs) if config.stage.is_first else inputs
+        delta = jnp.zeros_like(x)
         distinct = dict.fromkeys(layer.rope for layer in config.layers)
         ropes = {rope: rope_table(rope, config.head_dim, positions) for rope in distinct}
         pages: list[KVPages] = []
         for module, layer, layer_pages in zip(self.model.layers, config.layers, kv_pages, strict=True):
-            x, layer_pages = _run_layer(
+            x, delta, layer_pages = _run_layer(
                 module,
                 x,
+                delta,
                 positions >= 0,
                 ropes[layer.rope],
                 layer_pages,
@@ -263,7 +274,8 @@ class Transformer(nnx.Module):
                 attend=attend,
             )
             pages.append(layer_pages)
-        return self.model.norm(x).T if config.stage.is_last else x, tuple(pages)
+        hidden = self.model.norm.add(x, delta)[1].T if config.stage.is_last else x + delta
+        return hidden, tuple(pages)
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
         """[T] -> [D, T]."""

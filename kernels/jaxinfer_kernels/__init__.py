@@ -1,6 +1,10 @@
-"""Attention over a paged KV cache, and matmuls: arrays in, arrays out. Knows no model, mesh or flag."""
+"""Attention over a paged KV cache, matmuls and what stands between them: arrays in, arrays out.
+
+Knows no model, mesh or flag.
+"""
 
 from jaxinfer_kernels.api import mla_paged_attention, paged_attention
+from jaxinfer_kernels.elementwise import add_rms_norm, rms_norm, rotate, rotate_qkv
 from jaxinfer_kernels.layout import (
     AttentionMetadata,
     Backend,
@@ -31,6 +35,7 @@ __all__ = [
     "Backend",
     "KVPages",
     "QueryTiles",
+    "add_rms_norm",
     "create_kv_pages",
     "create_mla_pages",
     "decode_tile_tokens",
@@ -45,4 +50,7 @@ __all__ = [
     "paged_attention",
     "prefill_tile_tokens",
     "quantized_matmul",
+    "rms_norm",
+    "rotate",
+    "rotate_qkv",
 ]

@@ -11,7 +11,8 @@ import pytest
 
 from jaxinfer.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
 from jaxinfer.models import rope_scaling
-from jaxinfer.models.layers import apply_rope, rope_inv_freq, rope_table
+from jaxinfer.models.layers import rope_inv_freq, rope_table
+from jaxinfer_kernels import rotate
 
 LLAMA31 = RopeConfig(
     rope_theta=500_000.0,
@@ -30,8 +31,7 @@ def test_rotation_keeps_products_of_equal_distance() -> None:
 
     def product(i: int, j: int) -> float:
         turned = [
-            apply_rope(jnp.asarray(x), *rope_table(RopeConfig(), 16, jnp.array([p])))
-            for x, p in ((q, i), (k, j))
+            rotate(jnp.asarray(x), *rope_table(RopeConfig(), 16, jnp.array([p]))) for x, p in ((q, i), (k, j))
         ]
         return float((turned[0] * turned[1]).sum())
 

@@ -19,12 +19,14 @@ import jax
 from absl import logging
 
 _HERE = Path(__file__).parent
-_SOURCES = ("linear.cc", "attention.cc")
+_SOURCES = ("linear.cc", "attention.cc", "elementwise.cc")
 _HANDLERS: Mapping[str, str] = MappingProxyType(
     {
         "linear": "JaxinferLinear",
         "gated_linear": "JaxinferGatedLinear",
         "paged_attention": "JaxinferPagedAttention",
+        "add_rms_norm": "JaxinferAddRmsNorm",
+        "rotate_qkv": "JaxinferRotateQkv",
         "unwritten": "JaxinferUnwritten",
     }
 )
