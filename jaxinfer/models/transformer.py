@@ -89,8 +89,11 @@ class Attention(nnx.Module):
             qkv = rotate_qkv(heads, *rope, num_kv_heads=config.num_key_value_heads, backend="cpu")
         else:
             qkv = self._rotated(heads, rope)
+        q, k, v = (part.transpose(2, 0, 1) for part in qkv)
         out, kv_pages = attend(
-            *(part.transpose(2, 0, 1) for part in qkv),
+            q,
+            k,
+            v,
             kv_pages,
             metadata,
             scale=config.attention_scale,
