@@ -260,7 +260,7 @@ class Transformer(nnx.Module):
         """
         config = self.config
         x = self._embed(inputs) if config.stage.is_first else inputs
-        delta = jnp.zeros_like(x)
+        delta = 0 * x  # of x's mesh, as no plain zeros are: the first layer is traced with the others
         distinct = dict.fromkeys(layer.rope for layer in config.layers)
         ropes = {rope: rope_table(rope, config.head_dim, positions) for rope in distinct}
         pages: list[KVPages] = []
