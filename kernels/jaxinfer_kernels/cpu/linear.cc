@@ -92,9 +92,14 @@ void PackPanel(const Product& p, int64_t panel) {
   const int64_t columns = std::min(p.T - first, kPanelWidth);
   const int64_t width = columns > kLanes ? kPanelWidth : kLanes;
   float* packed = p.packed + panel * p.K * kPanelWidth;
-  for (int64_t k = 0; k < p.K; ++k) {
-    std::copy_n(p.x + k * p.T + first, columns, packed + k * width);
-    std::fill_n(packed + k * width + columns, width - columns, 0.0f);
+  const float* x = p.x + first;
+  for (int64_t k = 0; k < p.K; ++k, x += p.T, packed += width) {
+    if (columns == kPanelWidth) {
+      for (int64_t n = 0; n < kPanelWidth; n += kLanes) Store(packed + n, Load(x + n));
+    } else {
+      std::copy_n(x, columns, packed);
+      std::fill_n(packed + columns, width - columns, 0.0f);
+    }
   }
 }
 
