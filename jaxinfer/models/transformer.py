@@ -262,7 +262,10 @@ class Transformer(nnx.Module):
         x = self._embed(inputs) if config.stage.is_first else inputs
         delta = 0 * x  # of x's mesh, as no plain zeros are: the first layer is traced with the others
         distinct = dict.fromkeys(layer.rope for layer in config.layers)
-        ropes = {rope: rope_table(rope, config.head_dim, positions) for rope in distinct}
+        # XLA would compute sines and cosines anew in each layer, for each head.
+        ropes = {
+            rope: lax.optimization_barrier(rope_table(rope, config.head_dim, positions)) for rope in distinct
+        }
         pages: list[KVPages] = []
         for module, layer, layer_pages in zip(self.model.layers, config.layers, kv_pages, strict=True):
             x, delta, layer_pages = _run_layer(
