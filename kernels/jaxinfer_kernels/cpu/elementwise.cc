@@ -81,7 +81,8 @@ ffi::Error AddRmsNorm(ffi::ThreadPool threads, Floats2 x, Floats2 delta, Floats1
 // of a head are the pairs' first and second members.
 ffi::Error RotateQkv(ffi::ThreadPool threads, Floats3 heads, Floats2 cos, Floats2 sin, ffi::Result<Floats3> q,
                      ffi::Result<Floats3> k, ffi::Result<Floats3> v) {
-  const int64_t N = q->dimensions()[0], K = k->dimensions()[0], H = q->dimensions()[1], T = q->dimensions()[2];
+  const int64_t N = q->dimensions()[0], K = k->dimensions()[0], H = q->dimensions()[1],
+                T = q->dimensions()[2];
   const int64_t pairs = H / 2 * T;
   Team::Get().Run(static_cast<int>(threads.num_threads()), N + 2 * K, [&](int64_t head) {
     const float* from = heads.typed_data() + head * H * T;

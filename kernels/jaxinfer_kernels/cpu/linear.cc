@@ -17,9 +17,9 @@ namespace ffi = xla::ffi;
 
 constexpr int64_t kFewColumns = 8;
 constexpr int64_t kPanelWidth = kPanelVectors * kLanes;
-constexpr int64_t kDepth = 1024;   // of K at a time, so that a panel of x stays in the cache
+constexpr int64_t kDepth = 1024;         // of K at a time, so that a panel of x stays in the cache
 constexpr int64_t kRowTasksAThread = 4;  // fewer than of other work: a task reads all of x
-constexpr int64_t kRowsAhead = 4;  // that are fetched before they are needed
+constexpr int64_t kRowsAhead = 4;        // that are fetched before they are needed
 
 struct Product {
   const float* weight;

@@ -10,6 +10,13 @@
 #include <cstdint>
 #include <mutex>
 #include <thread>
+#include <vector>
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+#endif
 
 namespace jaxinfer {
 
@@ -36,8 +43,8 @@ class Team {
 
   // Runs work(0) ... work(num_tasks - 1), each once, on up to num_threads threads, the caller's among them,
   // and returns when all are done. Each thread has a share of consecutive tasks, which it takes in order, so
-  // that what one task fetches ahead is there for the next; whoever is done early helps others. Where the team
-  // is busy for another caller, this one works alone.
+  // that what one task fetches ahead is there for the next; whoever is done early helps others. Where the
+  // team is busy for another caller, this one works alone.
   template <typename Work>
   void Run(int num_threads, int64_t num_tasks, const Work& work) {
     std::unique_lock<std::mutex> alone(busy_, std::try_to_lock);
@@ -46,8 +53,13 @@ class Team {
       return;
     }
     num_threads_ = std::min(num_threads, kMaxThreads);
-    for (; num_helpers_ < num_threads_ - 1; ++num_helpers_)
-      std::thread([this, thread = num_helpers_ + 1] { Help(thread); }).detach();
+    while (static_cast<int>(helpers_.size()) < num_threads_ - 1) {
+      std::thread helper([this, thread = static_cast<int>(helpers_.size()) + 1] { Help(thread); });
+      helpers_.push_back(helper.native_handle());
+      avoided_ = -1;
+      helper.detach();
+    }
+    KeepHelpersOffThisProcessor();
     call_ = [](const void* work, int64_t task) { (*static_cast<const Work*>(work))(task); };
     work_ = &work;
     num_tasks_ = num_tasks;
@@ -65,6 +77,21 @@ class Team {
   // Whoever waits longer than this leaves its core to others: about 100 us.
   static constexpr int kSpins = 2000;
   static constexpr int kMaxThreads = 256;
+
+  // Linux leaves a helper and the caller on one processor for 10 or 20 ms, with another idle, and the caller
+  // is another of XLA's threads in each step.
+  void KeepHelpersOffThisProcessor() {
+#if defined(__linux__)
+    const int processor = sched_getcpu();
+    if (processor == avoided_) return;
+    avoided_ = processor;
+    cpu_set_t allowed;
+    if (sched_getaffinity(getpid(), sizeof allowed, &allowed) != 0) return;
+    CPU_CLR(processor, &allowed);
+    if (CPU_COUNT(&allowed) == 0) return;
+    for (const pthread_t helper : helpers_) pthread_setaffinity_np(helper, sizeof allowed, &allowed);
+#endif
+  }
 
   [[noreturn]] void Help(int thread) {
     for (uint32_t seen = 0;;) {
@@ -96,7 +123,8 @@ class Team {
   };
 
   std::mutex busy_;
-  int num_helpers_ = 0;
+  std::vector<std::thread::native_handle_type> helpers_;
+  int avoided_ = -1;
   void (*call_)(const void*, int64_t) = nullptr;
   const void* work_ = nullptr;
   int64_t num_tasks_ = 0;

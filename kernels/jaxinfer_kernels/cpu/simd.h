@@ -70,8 +70,8 @@ struct Factor {
   struct Part {
     const float* start;
     int depth;
-    // What is needed soon, and is fetched meanwhile, or null: as much from `first` on as the block has, in one
-    // piece where it is read along k.
+    // What is needed soon, and is fetched meanwhile, or null: as much from `first` on as the block has, in
+    // one piece where it is read along k.
     const float* ahead;
   };
 
