@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer import cli
-from jaxinfer.config import ModelConfig, parse_mesh
+from jaxinfer.config import ConfigError, ModelConfig, parse_mesh
 from jaxinfer.flags import PlanOptions, describe_absent_tpus, plan_options
 from jaxinfer.memory.chips import GIB, Chip, find_chip
 from jaxinfer.memory.ledger import DoesNotFitError, Ledger, kv_bytes_per_token
@@ -62,9 +62,15 @@ def _plan(options: PlanOptions) -> int:
                 largest_programs,
                 write_engine_bundle,
             )
+            from jaxinfer.parallel.mesh import are_apart
 
             describe_absent_tpus()
             meshes = described_meshes(plan)
+            if options.engine.bundle is not None and are_apart(meshes):
+                raise ConfigError(
+                    f"mesh={plan.mesh}: where stages lie on several hosts, these write the bundles at their "
+                    "first start: leave out --bundle"
+                )
             largest = largest_programs(plan, meshes)
             stages = [[compile_step(program) for program in stage] for stage in largest]
             report["compiled"] = [dataclasses.asdict(step) for steps in stages for step in steps]
@@ -103,8 +109,6 @@ def _read_model(options: PlanOptions) -> ModelConfig:
 def _about(options: PlanOptions, model: ModelConfig, chip: Chip) -> Report:
     """What was asked about, and what of it this version's engine cannot run."""
     what_if = [] if options.quantize == "none" else ["the engine does not quantise weights yet"]
-    if parse_mesh(options.engine.mesh).pipe > 1:
-        what_if.append("the engine runs pipeline stages on the devices of one host alone")
     return {
         "model": {
             "path": options.engine.model,
@@ -148,7 +152,7 @@ def _fitting(plan: Plan, batch: int | None) -> Report:
         "fits": True,
         "num_chips": plan.num_chips,
         "dtype": resolved.dtype,
-        **_bytes(resolved.ledger, resolved.budget_bytes),
+        **_bytes(resolved.ledger(), resolved.budget_bytes),
         "kv_cache": {
             "dtype": resolved.cache.dtype,
             "bytes_a_token": kv_bytes_per_token(plan.model, itemsize(resolved.cache.dtype)),

@@ -41,7 +41,7 @@ from jaxinfer.models.families import load_model_config
 from jaxinfer.models.transformer import Transformer
 from jaxinfer.models.weights import load_stages, random_stages
 from jaxinfer.parallel.hosts import Hosts
-from jaxinfer.parallel.mesh import make_meshes
+from jaxinfer.parallel.mesh import make_meshes, stages_here
 from jaxinfer.text import Tokenizer, load_tokenizer
 from jaxinfer.types import (
     ContextLengthError,
@@ -121,6 +121,7 @@ class Engine:
         mesh_config = parse_mesh(config.mesh)
         devices = jax.devices() if self._hosts is None else devices_of_all(self._hosts, reader, mesh_config)
         meshes = make_meshes(mesh_config, devices)
+        self._stages = stages_here(meshes)
         self.model_config = load_model_config(reader, rope_scaling_override=config.rope_scaling)
         device = jax.local_devices()[0]
         cpu_kernels = load_cpu_kernels(config, device)
@@ -130,7 +131,7 @@ class Engine:
             raise ConfigError(f"{error}; jaxinfer.plan says what to change") from error
         self._resolved = resolved
         self.model_config = replace(self.model_config, matmul=resolved.matmul)
-        logging.info("bytes of a device, planned: %s", resolved.ledger)
+        logging.info("bytes of a device, planned: %s", resolved.ledger(self._stages))
         self.scheduler_config, self.cache_config = resolved.scheduler, resolved.cache
         self._scheduler = Scheduler(resolved.scheduler, resolved.cache)
         dtype = jnp.dtype(resolved.dtype)
@@ -170,7 +171,7 @@ class Engine:
         self._num_compiled_at_start = self._counter.total.num_compilations
         self._totals = _Totals()
         self._device = device
-        self._measured_bytes = self._runner.memory_bytes(resolved.fullest_stage)
+        self._measured_bytes = self._runner.memory_bytes(resolved.fullest_stage(self._stages))
         self.metrics.observe_memory(self._measured_bytes)
         logging.info(
             "ready: %d pages of %d tokens, %d slots, length limit %d; %d programs compiled, %d cached",
@@ -184,7 +185,7 @@ class Engine:
 
     def _load_weights(
         self, reader: CheckpointReader, dtype: jnp.dtype, meshes: tuple[Mesh | None, ...]
-    ) -> tuple[Transformer, ...]:
+    ) -> dict[int, Transformer]:
         if self.config.load_format == "dummy":
             return random_stages(self.model_config, dtype, self.config.seed, meshes)
         return load_stages(reader, self.model_config, dtype, meshes)
@@ -404,7 +405,7 @@ class Engine:
         """The ledger, planned and measured, and what the cache holds now."""
         resolved = self._resolved
         return MemoryReport(
-            planned=resolved.ledger,
+            planned=resolved.ledger(self._stages),
             measured=self._measured_bytes,
             budget_bytes=resolved.budget_bytes,
             device=self._device.memory_stats(),

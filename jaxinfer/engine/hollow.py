@@ -20,7 +20,10 @@ def hollow_programs(programs: Programs) -> Programs:
     """The programs of a step, hollowed out. For one device."""
     return replace(
         programs,
-        forward={bucket: tuple(map(_hollow, stages)) for bucket, stages in programs.forward.items()},
+        forward={
+            bucket: {index: _hollow(program) for index, program in stages.items()}
+            for bucket, stages in programs.forward.items()
+        },
         sample={size: _hollow(program) for size, program in programs.sample.items()},
     )
 

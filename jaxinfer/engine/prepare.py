@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.compilation import CompilationCounter
+from jaxinfer.engine.handover import make_exchanges
 from jaxinfer.engine.programs import Program, Programs, compile_programs, first_needed, stage_index
 from jaxinfer.engine.resolve import ResolvedConfig
 from jaxinfer.engine.step_batch import StepBatcher
@@ -22,6 +23,7 @@ from jaxinfer.memory.bundle import BundledProgram, BundleError, load_in_backgrou
 from jaxinfer.memory.bundle_key import bundle_key
 from jaxinfer.models.weights import abstract_stages
 from jaxinfer.parallel.hosts import Hosts
+from jaxinfer.parallel.mesh import hosts_of, stages_here
 
 
 def prepare_programs(
@@ -44,8 +46,7 @@ def prepare_programs(
     if config.bundle is None:
         return compile_engine(model, resolved, meshes, counter)
     directory, key = Path(config.bundle), engine_key(config, model, resolved, meshes)
-    batcher = StepBatcher(resolved.scheduler, resolved.cache)
-    bundled = _load(directory, key, meshes, batcher)
+    bundled = _load(directory, key, model, resolved, meshes)
     if hosts is not None:
         lacking = [str(i) for i, found in enumerate(hosts.share(isinstance(bundled, dict))) if not found]
         if lacking and isinstance(bundled, dict):
@@ -53,11 +54,12 @@ def prepare_programs(
     if isinstance(bundled, dict):
         load_in_background(bundled.values())
         logging.info("%d programs from the bundle in %s", len(bundled), directory)
-        return Programs.of(batcher, bundled, len(meshes))
+        batcher = StepBatcher(resolved.scheduler, resolved.cache)
+        return Programs.of(batcher, bundled, len(meshes), stages_here(meshes))
     logging.warning("compiling: %s", bundled)
     programs = compile_engine(model, resolved, meshes, counter)
     try:
-        logging.info("wrote the bundle %s", write_bundle(directory, key, programs.by_name()))
+        logging.info("wrote the bundle %s", write_bundle(directory, key, programs.by_name))
     except OSError as error:
         logging.warning("the bundle could not be written to %s: %s", directory, error.strerror or error)
     return programs
@@ -70,7 +72,7 @@ def compile_engine(
     counter: CompilationCounter | None = None,
     made: Mapping[str, Program] = MappingProxyType({}),
 ) -> Programs:
-    """All programs that serving can need; `made` are there already. The devices need not be here."""
+    """All programs that serving can need here; `made` are there already. The devices need not be here."""
     stages = abstract_stages(model, jnp.dtype(resolved.dtype), meshes)
     return compile_programs(stages, resolved.cache, resolved.scheduler, meshes, counter, made)
 
@@ -79,10 +81,10 @@ def engine_key(
     config: EngineConfig, model: ModelConfig, resolved: ResolvedConfig, meshes: Sequence[Mesh | None]
 ) -> dict[str, str]:
     """What the engine's bundle is found by."""
-    devices = _devices(meshes[0])
-    num_hosts = len({device.process_index for device in devices})
+    device, num_hosts = _devices(meshes[0])[0], max(1, len(hosts_of(meshes)))
+    here = stages_here(meshes)
     return bundle_key(
-        config, model, resolved.dtype, resolved.cache, resolved.scheduler, devices[0], num_hosts
+        config, model, resolved.dtype, resolved.cache, resolved.scheduler, device, num_hosts, here
     )
 
 
@@ -91,16 +93,28 @@ def _devices(mesh: Mesh | None) -> list[Any]:
 
 
 def _load(
-    directory: Path, key: dict[str, str], meshes: Sequence[Mesh | None], batcher: StepBatcher
+    directory: Path,
+    key: dict[str, str],
+    model: ModelConfig,
+    resolved: ResolvedConfig,
+    meshes: Sequence[Mesh | None],
 ) -> dict[str, BundledProgram] | BundleError:
     """By name, those that a first request needs loaded; or why jax cannot, or that there is no bundle."""
+    batcher = StepBatcher(resolved.scheduler, resolved.cache)
+    exchanges = make_exchanges(batcher, resolved.scheduler, model.hidden_size, resolved.dtype, meshes)
     devices = [_devices(mesh) for mesh in meshes]
+
+    def devices_of(name: str) -> list[Any]:
+        exchange = exchanges.get(name)
+        return devices[stage_index(name)] if exchange is None else list(exchange.mesh.devices.flat)
+
     try:
-        bundled = open_bundle(directory, key, lambda name: devices[stage_index(name)])
+        bundled = open_bundle(directory, key, devices_of)
     except BundleError as error:
         return error
     with ThreadPoolExecutor(2) as pool:
-        first = [pool.submit(bundled[name].load) for name in first_needed(batcher, len(devices))]
+        names = [*first_needed(batcher, len(meshes), stages_here(meshes)), *exchanges]
+        first = [pool.submit(bundled[name].load) for name in names]
     for future in first:
         if error := future.exception():
             return BundleError(f"jax cannot load the bundle in {directory}: {error}")

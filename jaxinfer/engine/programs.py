@@ -7,7 +7,8 @@ A step's function computes one data-parallel group. On a mesh each group runs it
 arrays, whose leading dimensions hold the groups' parts one after another.
 
 With pipeline stages each has a forward step of its own, which hands its hidden state to the next one's; the
-last has all else. Their programs' names end in the stage.
+last has all else. Their programs' names end in the stage. A host has the programs of its own stages, and the
+exchanges of several hosts' (engine/handover.py) that it has a part in.
 
 Dims: S decode rows, C prefill rows, T = S + C, M sampled rows, D hidden.
 """
@@ -30,13 +31,21 @@ from jax.typing import DTypeLike
 
 from jaxinfer.config import CacheConfig, ModelConfig, SchedulerConfig
 from jaxinfer.engine.compilation import CompilationCounter, CompileTable
+from jaxinfer.engine.handover import LogprobArrays, make_exchanges
 from jaxinfer.engine.kv_cache import SlotState, create_kv_pages, create_slots
 from jaxinfer.engine.step_batch import Bucket, StepBatch, StepBatcher
 from jaxinfer.memory.ledger import PROMPT_LOGPROBS_ROWS
 from jaxinfer.models.transformer import AttentionFn, Transformer, head_logits
 from jaxinfer.ops.attention import make_attention
 from jaxinfer.ops.sampling import Sampled, SamplingBatch, sample, set_counts, token_logprobs, update_counts
-from jaxinfer.parallel.mesh import num_groups, over_groups, page_sharding, read_sharding, row_sharding
+from jaxinfer.parallel.mesh import (
+    num_groups,
+    over_groups,
+    page_sharding,
+    read_sharding,
+    row_sharding,
+    stages_here,
+)
 from jaxinfer.types import StepPlan
 from jaxinfer_kernels import KVPages
 
@@ -44,64 +53,55 @@ MAX_COMPILE_THREADS = 8  # each may take GBs of the host's memory for a large mo
 # XLA's CPU compiler would hand products to YNN too, which takes 7% longer for 512 rows.
 _CPU_PREFILL_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
 
-LogprobArrays = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # as token_logprobs returns them
 Program = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Programs:
-    """Every program that serving can need, compiled.
+    """Every program that serving can need on this host, compiled.
 
     A call costs the host half a microsecond for each array among its arguments, so that sampling gets
     no more of the model than the head.
 
     Attributes:
-      forward: by bucket, each stage's `decode_step` or `prefill_step`; its first argument is all of the
+      by_name: all of them.
+      forward: by bucket, `decode_step` or `prefill_step` by stage; its first argument is all of the
         stage's leaves.
-      sample: by M, `sample_step`; its first argument is the head's weight.
+      sample: by M, `sample_step`; its first argument is the head's weight. Only where the last stage is, as
+        the two that follow.
       prompt_logprobs: by C, `prompt_logprobs_step`; likewise.
       set_counts: `set_counts_step`, which has nothing of the model.
-      create_state: each stage's `create_state`, which has no arguments at all.
+      create_state: `create_state` by stage, which has no arguments at all.
     """
 
-    forward: Mapping[Bucket, tuple[Program, ...]]
+    by_name: Mapping[str, Program]
+    forward: Mapping[Bucket, Mapping[int, Program]]
     sample: Mapping[int, Program]
     prompt_logprobs: Mapping[int, Program]
-    set_counts: Program
-    create_state: tuple[Program, ...]
+    set_counts: Program | None
+    create_state: Mapping[int, Program]
 
     @classmethod
-    def of(cls, batcher: StepBatcher, by_name: Mapping[str, Program], num_stages: int) -> Programs:
-        """The batcher's shapes, each with the program of its name."""
+    def of(
+        cls, batcher: StepBatcher, by_name: Mapping[str, Program], num_stages: int, here: Sequence[int]
+    ) -> Programs:
+        """The batcher's shapes, each with the programs of its name of the stages that are `here`."""
 
-        def each(name: str) -> tuple[Program, ...]:
-            return tuple(by_name[stage_name(name, index, num_stages)] for index in range(num_stages))
+        def each(name: str) -> dict[int, Program]:
+            return {index: by_name[stage_name(name, index, num_stages)] for index in here}
 
         def last(name: str) -> Program:
             return by_name[stage_name(name, num_stages - 1, num_stages)]
 
+        samples = num_stages - 1 in here
         return cls(
+            by_name=by_name,
             forward={bucket: each(forward_name(bucket)) for bucket in batcher.buckets},
-            sample={size: last(sample_name(size)) for size in batcher.sample_sizes},
-            prompt_logprobs={rows: last(logprobs_name(rows)) for rows in batcher.prefill_sizes},
-            set_counts=last(SET_COUNTS),
+            sample={size: last(sample_name(size)) for size in batcher.sample_sizes if samples},
+            prompt_logprobs={rows: last(logprobs_name(rows)) for rows in batcher.prefill_sizes if samples},
+            set_counts=last(SET_COUNTS) if samples else None,
             create_state=each(CREATE_STATE),
         )
-
-    def by_name(self) -> dict[str, Program]:
-        """As `of` takes them."""
-        num_stages = len(self.create_state)
-        of_each = {forward_name(bucket): programs for bucket, programs in self.forward.items()}
-        of_last = {
-            **{sample_name(size): program for size, program in self.sample.items()},
-            **{logprobs_name(rows): program for rows, program in self.prompt_logprobs.items()},
-            SET_COUNTS: self.set_counts,
-        }
-        return {
-            stage_name(name, index, num_stages): program
-            for name, programs in (of_each | {CREATE_STATE: self.create_state}).items()
-            for index, program in enumerate(programs)
-        } | {stage_name(name, num_stages - 1, num_stages): program for name, program in of_last.items()}
 
 
 SET_COUNTS = "set_counts_step"
@@ -136,12 +136,14 @@ def logprobs_name(rows: int) -> str:
     return f"prompt_logprobs_step {rows}"
 
 
-def first_needed(batcher: StepBatcher, num_stages: int) -> list[str]:
-    """The programs that a short prompt by itself needs: of each kind the smallest."""
+def first_needed(batcher: StepBatcher, num_stages: int, here: Sequence[int]) -> list[str]:
+    """The programs of the stages `here` that a short prompt by itself needs: of each kind the smallest."""
     prefill = next(bucket for bucket in batcher.buckets if bucket.num_prefill_rows)
     of_each = (CREATE_STATE, forward_name(prefill), forward_name(batcher.buckets[0]))
-    names = [stage_name(name, index, num_stages) for name in of_each for index in range(num_stages)]
-    return [*names, stage_name(sample_name(batcher.sample_sizes[0]), num_stages - 1, num_stages)]
+    names = [stage_name(name, index, num_stages) for name in of_each for index in here]
+    if num_stages - 1 in here:
+        names.append(stage_name(sample_name(batcher.sample_sizes[0]), num_stages - 1, num_stages))
+    return names
 
 
 def decode_step(
@@ -239,15 +241,21 @@ def compile_programs(
     counter: CompilationCounter | None = None,
     made: Mapping[str, Program] = MappingProxyType({}),
 ) -> Programs:
-    """Compiles all but those that are `made`, as many at once as there are cores, and logs what each took.
+    """Compiles all that this host needs but those that are `made`, as many at once as there are cores, and
+    logs what each took.
 
     The model's `stages`, one a mesh, may be abstract: only their shapes and shardings are read.
     """
     batcher = StepBatcher(scheduler, cache)
     table = CompileTable(counter or CompilationCounter())
+    here = stages_here(meshes)
+    exchanges = make_exchanges(batcher, scheduler, stages[0].config.hidden_size, stages[0].dtype, meshes)
     lowerings: dict[str, Callable[[], Lowered]] = {}
-    for stage, mesh in zip(stages, meshes, strict=True):
-        lowerings |= step_lowerings(stage, batcher, cache, scheduler, mesh)
+    for index in here:
+        lowerings |= step_lowerings(
+            stages[index], batcher, cache, scheduler, meshes[index], delivers=bool(exchanges)
+        )
+    lowerings |= {name: exchange.lower for name, exchange in exchanges.items()}
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as pool:
         futures = {
             name: pool.submit(table.make, name, lambda lower: lower().compile(), lower)
@@ -257,7 +265,7 @@ def compile_programs(
         compiled = {name: future.result() for name, future in futures.items()}
     table.log(compiled)
     programs = {**made, **compiled}
-    return Programs.of(batcher, {name: programs[name] for name in lowerings}, len(stages))
+    return Programs.of(batcher, {name: programs[name] for name in lowerings}, len(stages), here)
 
 
 def step_lowerings(
@@ -266,6 +274,8 @@ def step_lowerings(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     mesh: Mesh | None = None,
+    *,
+    delivers: bool = False,
 ) -> dict[str, Callable[[], Lowered]]:
     """By name, what lowers each program that serving can need of a stage.
 
@@ -275,11 +285,12 @@ def step_lowerings(
       cache: its size.
       scheduler: limits.
       mesh: the stage's, whose devices need not be there; None is one device that is.
+      delivers: whether an exchange brings to the hosts what they read.
     """
     config, stage = model.config, model.config.stage
     rows_lie = None if mesh is None else row_sharding(mesh)
     pages_lie = None if mesh is None else page_sharding(mesh)
-    read_lies = None if mesh is None else read_sharding(mesh)
+    read_lies = rows_lie if mesh is None or delivers else read_sharding(mesh)
     leaves, treedef = jax.tree.flatten(model)
     params = [_abstract(leaf, None if mesh is None else leaf.sharding) for leaf in leaves]
     kv_pages = _abstract(jax.eval_shape(lambda: create_kv_pages(config, cache, mesh)), pages_lie)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -57,14 +58,12 @@ class ResolvedConfig:
     budget_bytes: int
     available_pages: int
 
-    @property
-    def ledger(self) -> Ledger:
-        """Of a device of the fullest stage."""
-        return self.memory.ledger(self.cache.num_pages)
+    def ledger(self, stages: Sequence[int] | None = None) -> Ledger:
+        """Of a device of the fullest stage of all, or of these."""
+        return self.memory.ledger(self.cache.num_pages, stages)
 
-    @property
-    def fullest_stage(self) -> int:
-        return self.memory.fullest_stage(self.cache.num_pages)
+    def fullest_stage(self, stages: Sequence[int]) -> int:
+        return self.memory.fullest_stage(self.cache.num_pages, stages)
 
 
 def check(config: EngineConfig) -> None:
@@ -73,9 +72,7 @@ def check(config: EngineConfig) -> None:
     Raises:
       ConfigError: names the flag, its value, and what it may be.
     """
-    mesh = parse_mesh(config.mesh)
-    if config.hosts is not None and mesh.pipe > 1:
-        raise ConfigError(f"mesh={mesh}: pipeline stages need all devices on one host: use DxT on several")
+    parse_mesh(config.mesh)
     for name in ("dtype", "kv_cache_dtype"):
         value = getattr(config, name)
         if value not in ("auto", *DTYPES):
@@ -148,6 +145,7 @@ def resolve(
         on_host=device.platform == "cpu",
         compiled=compiled,
         backend=backend,
+        apart=config.hosts is not None and mesh.pipe > 1,
     )
     total_bytes = _total_bytes(device, mesh, config.hosts.num_hosts if config.hosts else 1)
     budget_bytes = int(total_bytes * config.memory_utilization)

@@ -177,7 +177,7 @@ def write_engine_bundle(
     known = {program.name: program.compiled for program in made}
     programs = compile_engine(plan.model, plan.resolved, meshes, made=known)
     key = engine_key(config, plan.model, plan.resolved, meshes)
-    return write_bundle(Path(config.bundle), key, programs.by_name())
+    return write_bundle(Path(config.bundle), key, programs.by_name)
 
 
 def compiled_bytes(plan: Plan, stages: Sequence[Sequence[CompiledStep]]) -> tuple[CompiledBytes, ...]:

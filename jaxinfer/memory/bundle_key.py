@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -47,6 +47,7 @@ def bundle_key(
     scheduler: SchedulerConfig,
     device: Device,
     num_hosts: int = 1,
+    stages: Sequence[int] = (0,),
 ) -> dict[str, str]:
     """The key, a name and a value for each thing that must agree.
 
@@ -58,6 +59,7 @@ def bundle_key(
       scheduler: the limits of a step.
       device: one of the mesh's, which are all alike.
       num_hosts: that the mesh spans.
+      stages: of the pipeline, those that this host has a part of.
     """
     # What a checkpoint says of its tokens shapes no program; whose products they are is said apart.
     shape = repr(replace(model, bos_token_id=None, eos_token_ids=(), matmul="xla"))
@@ -66,6 +68,7 @@ def bundle_key(
         "device_kind": device.device_kind,
         "mesh": config.mesh,
         "num_hosts": str(num_hosts),
+        "stages": " ".join(map(str, stages)),
         "model": f"{model.architecture} {hashlib.sha256(shape.encode()).hexdigest()[:16]}",
         "dtype": dtype,
         "kv_cache_dtype": cache.dtype,

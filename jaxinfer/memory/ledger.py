@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxinfer.config import ConfigError, ModelConfig
@@ -102,6 +103,7 @@ class MemoryModel:
       on_host: the device is the CPU, whose memory is the host's.
       compiled: what the compiler says of each stage, where it was asked.
       backend: the attention kernels', which own the layout of the pages.
+      apart: the stages lie on several hosts.
     """
 
     model: ModelConfig
@@ -116,6 +118,7 @@ class MemoryModel:
     on_host: bool = False
     compiled: tuple[CompiledBytes, ...] = ()
     backend: Backend = "xla"
+    apart: bool = False
 
     @property
     def stages(self) -> tuple[MemoryModel, ...]:
@@ -128,16 +131,22 @@ class MemoryModel:
             for index, model in enumerate(models)
         )
 
-    def fullest_stage(self, num_pages: int) -> int:
-        """The first stage whose devices hold most, with so many pages."""
-        sizes = [stage._ledger(num_pages).device_bytes for stage in self.stages]
-        return sizes.index(max(sizes))
+    def fullest_stage(self, num_pages: int, among: Sequence[int] | None = None) -> int:
+        """The first stage whose devices hold most, with so many pages; of all, or among these."""
+        sizes = {
+            index: stage._ledger(num_pages).device_bytes
+            for index, stage in enumerate(self.stages)
+            if among is None or index in among
+        }
+        return max(sizes, key=lambda index: sizes[index])
 
-    def ledger(self, num_pages: int) -> Ledger:
-        """With so many pages, the null page included; of a device of the fullest stage."""
+    def ledger(self, num_pages: int, among: Sequence[int] | None = None) -> Ledger:
+        """With so many pages, the null page included; of a device of the fullest stage of all, or among
+        these.
+        """
         ledgers = [stage._ledger(num_pages) for stage in self.stages]
-        staging = max(ledger.host_staging for ledger in ledgers)
-        return replace(ledgers[self.fullest_stage(num_pages)], host_staging=staging)
+        staging = max(ledgers[index].host_staging for index in among or range(len(ledgers)))
+        return replace(ledgers[self.fullest_stage(num_pages, among)], host_staging=staging)
 
     def pages_within(self, budget_bytes: int, cache_bytes: int) -> int:
         """Pages that fit beside everything else, and into `cache_bytes`, on the devices of every stage."""
@@ -200,6 +209,10 @@ class MemoryModel:
         """The hidden state, its norm and sum, and what the MLP makes; or the keys and values that a tile of
         attention reads for all decode rows at once, with its queries and sums. And what the stage before
         hands over, and what the stage after gets.
+
+        Of stages on several hosts one that receives also holds zeros in the shape of each step
+        (engine/handover.py): under 3 times the most rows, since prefill rows double from step to step, and
+        under 7/3 times, since beside decodes they quadruple.
         """
         share, size = self.share, itemsize(self.dtype)
         # A token has a row for each of its experts, and each row its input and output beside the ffn.
@@ -213,7 +226,10 @@ class MemoryModel:
         tile = 2 * share.num_key_value_heads * tile_tokens * share.head_dim
         queries = 4 * max(share.hidden_size, share.num_attention_heads * share.head_dim)
         rows = self._num_decodes + self.max_num_batched_tokens
-        handed = (2 - self.model.stage.is_first - self.model.stage.is_last) * rows * share.hidden_size * size
+        handed = 2 - self.model.stage.is_first - self.model.stage.is_last
+        if self.apart and not self.model.stage.is_first:
+            handed += 3 + 7 / 3
+        handed = int(handed * rows) * share.hidden_size * size
         return max(rows * mlp * size, self._num_decodes * (tile * size + queries * 4)) + handed
 
     def _logits_bytes(self) -> int:

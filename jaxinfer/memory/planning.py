@@ -165,8 +165,8 @@ def _outcome(plan: Plan) -> str:
     limit = plan.resolved.scheduler.max_model_len
     num_requests = plan.num_requests(limit)
     return (
-        f"{plan.resolved.ledger.weights / GIB:.2f} GiB of weights a device, {plan.kv_tokens:,} tokens of KV "
-        f"cache, {num_requests:,} request{'s' * (num_requests != 1)} of {limit:,} tokens"
+        f"{plan.resolved.ledger().weights / GIB:.2f} GiB of weights a device, {plan.kv_tokens:,} tokens of "
+        f"KV cache, {num_requests:,} request{'s' * (num_requests != 1)} of {limit:,} tokens"
     )
 
 

@@ -23,7 +23,7 @@ from jaxinfer.config import ModelConfig, StageConfig
 from jaxinfer.models.transformer import Transformer
 from jaxinfer.models.weight_names import Source, match_names
 from jaxinfer.parallel.layout import expert_runs, moe_of, part_size, partitioned, runs, split_axis
-from jaxinfer.parallel.mesh import parameter_sharding, tensor_parallel
+from jaxinfer.parallel.mesh import parameter_sharding, stages_here, tensor_parallel
 from jaxinfer.parallel.stages import stage_models
 from jaxinfer_checkpoints.reader import CheckpointReader
 
@@ -71,8 +71,9 @@ def load_model(
 
 def load_stages(
     reader: CheckpointReader, model_config: ModelConfig, dtype: DTypeLike, meshes: Sequence[Mesh | None]
-) -> tuple[Transformer, ...]:
-    """The model's pipeline stages with the checkpoint's weights, streamed leaf by leaf.
+) -> dict[int, Transformer]:
+    """Those of the model's pipeline stages that this host has a part of, by number, with the checkpoint's
+    weights, streamed leaf by leaf.
 
     Args:
       reader: an open checkpoint.
@@ -95,12 +96,12 @@ def load_stages(
             values = _read_rows(reader, source, index)
         return values.astype(np.float32) + np.float32(1.0) if source.transform == "add_one" else values
 
-    return tuple(_fill(stage, model_config, read) for stage in stages)
+    return {index: _fill(stages[index], model_config, read) for index in stages_here(meshes)}
 
 
 def random_stages(
     model_config: ModelConfig, dtype: DTypeLike, seed: int, meshes: Sequence[Mesh | None]
-) -> tuple[Transformer, ...]:
+) -> dict[int, Transformer]:
     """The same with random weights of Hugging Face's initial scale (load_format=dummy)."""
     stages = abstract_stages(model_config, dtype, meshes)
     order = {path: i for i, path in enumerate(_tensor_shapes(stages, model_config))}
@@ -113,7 +114,7 @@ def random_stages(
         rng = np.random.default_rng([seed, order[piece.path], *(axis.start for axis in index)])
         return rng.standard_normal(shape, dtype=np.float32) * np.float32(INIT_SCALE)
 
-    return tuple(_fill(stage, model_config, draw) for stage in stages)
+    return {index: _fill(stages[index], model_config, draw) for index in stages_here(meshes)}
 
 
 def abstract_stages(

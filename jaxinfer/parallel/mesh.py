@@ -42,12 +42,10 @@ def make_meshes(config: MeshConfig, devices: Sequence[Any]) -> tuple[Mesh | None
     With stages there is a mesh for one device too, which says which it is.
 
     Raises:
-      ConfigError: too few devices, or stages on several hosts.
+      ConfigError: too few devices.
     """
     if config.pipe == 1:
         return (make_mesh(config, devices),)
-    if len({device.process_index for device in devices}) > 1:
-        raise ConfigError(f"mesh={config}: pipeline stages need all devices on one host: use DxT on several")
     _check_number(config, devices)
     size = config.stage.num_devices
     return tuple(mesh_over(devices[n * size : (n + 1) * size], config) for n in range(config.pipe))
@@ -67,6 +65,23 @@ def _check_number(config: MeshConfig, devices: Sequence[Any]) -> None:
             option = f"--xla_force_host_platform_device_count={config.num_devices}"
             advice += f", or, to try it on a CPU, set XLA_FLAGS={option} JAX_PLATFORMS=cpu"
         raise ConfigError(f"mesh={config} needs {config.num_devices} devices, and {count}: {advice}")
+
+
+def hosts_of(meshes: Sequence[Mesh | None]) -> set[int]:
+    """The numbers of the hosts that have a device of them."""
+    return {device.process_index for mesh in meshes if mesh is not None for device in mesh.devices.flat}
+
+
+def are_apart(meshes: Sequence[Mesh | None]) -> bool:
+    """Whether pipeline stages, whose meshes these are, lie on more than one host."""
+    return len(meshes) > 1 and len(hosts_of(meshes)) > 1
+
+
+def stages_here(meshes: Sequence[Mesh | None]) -> tuple[int, ...]:
+    """Of the stages, those of which this host has a device."""
+    if not are_apart(meshes):
+        return tuple(range(len(meshes)))
+    return tuple(n for n, mesh in enumerate(meshes) if jax.process_index() in hosts_of([mesh]))
 
 
 def num_groups(mesh: Mesh | None) -> int:
@@ -92,8 +107,7 @@ def row_sharding(mesh: Mesh) -> NamedSharding:
 
 def read_sharding(mesh: Mesh) -> NamedSharding:
     """Of what the host reads of a step: its rows, or on a mesh of several hosts all rows everywhere."""
-    hosts = {device.process_index for device in mesh.devices.flat}
-    return row_sharding(mesh) if len(hosts) == 1 else NamedSharding(mesh, PartitionSpec())
+    return row_sharding(mesh) if len(hosts_of([mesh])) == 1 else NamedSharding(mesh, PartitionSpec())
 
 
 def page_sharding(mesh: Mesh) -> NamedSharding:

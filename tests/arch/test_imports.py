@@ -33,6 +33,7 @@ LAYERS = {
     "jaxinfer.engine.engine": 6,
     "jaxinfer.engine.resolve": 5,
     "jaxinfer.engine.compilation": 5,
+    "jaxinfer.engine.handover": 5,
     "jaxinfer.engine.hollow": 5,
     "jaxinfer.engine.outputs": 5,
     "jaxinfer.engine.preflight": 5,

@@ -131,6 +131,12 @@ def test_a_slice_that_is_not_offered_is_refused() -> None:
     assert_one_line(result, 1, "mesh=1x2 has 2 devices, and v5e slices have 1, 4, 8")
 
 
+def test_a_bundle_of_stages_on_several_hosts_is_refused(tmp_path: Path) -> None:
+    """A v5e 4x4 is four hosts; what its stages exchange would need both."""
+    flags = ("--chip=v5e", "--mesh=2x1x16", "--compile", f"--bundle={tmp_path}")
+    assert_one_line(run("plan", f"--model={LLAMA_8B}", *flags), 1, "mesh=2x1x16: where stages lie on several")
+
+
 def test_each_stage_is_compiled_for_a_slice_of_its_own(tmp_path: Path) -> None:
     """Llama-3.1-8B with 5 of its layers, on two v5e 2x2: 3 on the first, 2 on the second."""
     config = json.loads(Path(LLAMA_8B).read_text(encoding="utf-8")) | {"num_hidden_layers": 5}

@@ -44,7 +44,7 @@ def test_planned_bytes_are_measured_on_every_stage(model: str, mesh: str, tokeni
             assert planned[-1].by_class()[name] == pytest.approx(measured[name], rel=0.01), (index, name)
     memory = engine.memory()
     assert memory.planned.device_bytes == max(ledger.device_bytes for ledger in planned)
-    assert memory.measured == engine._runner.memory_bytes(resolved.fullest_stage)
+    assert memory.measured == engine._runner.memory_bytes(resolved.fullest_stage(range(len(planned))))
     assert memory.planned.weights == memory.measured["weights"]
 
 

@@ -1,4 +1,4 @@
-"""Two processes of two CPU devices each, as two hosts: the tokens of one process, and failures by name."""
+"""Two processes of two or more CPU devices each, as two hosts: one process's tokens, and failures by name."""
 
 from __future__ import annotations
 
@@ -48,17 +48,41 @@ def bundled(tiny: tuple[str, ...]) -> tuple[str, ...]:
     return (*tiny, "--max_num_batched_tokens=32", "--mesh=2x2", f"--bundle={bundle}")
 
 
-class Host:
-    """A command as one of two hosts, with two devices. Its output is gathered while it runs."""
+@pytest.fixture(scope="module")
+def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "in.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return path
 
-    def __init__(self, coordinator: str, host_id: int, argv: list[str]) -> None:
+
+@pytest.fixture(scope="module")
+def rows_of_one_process(rows_file: Path, tiny: tuple[str, ...]) -> list[dict[str, Any]]:
+    output = rows_file.with_name("one.jsonl")
+    assert run("batch", *tiny, f"--input={rows_file}", f"--output={output}").returncode == 0
+    return read_rows(output)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def staged(bundled: tuple[str, ...]) -> tuple[str, ...]:
+    """The same with a pipeline stage a host."""
+    return (*bundled, "--mesh=2x1x2")
+
+
+class Host:
+    """A command as one of two hosts. Its output is gathered while it runs."""
+
+    def __init__(self, coordinator: str, host_id: int, argv: list[str], num_devices: int = 2) -> None:
         flags = (f"--coordinator={coordinator}", "--num_hosts=2", f"--host_id={host_id}")
         self.process = subprocess.Popen(
             [*argv, *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**environment(), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+            env={**environment(), "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}"},
         )
         self._stdout, self.lines = [], []
         self._threads = [
@@ -103,10 +127,10 @@ def _gather(stream: IO[str], lines: list[str]) -> None:
 
 @contextmanager
 def two_hosts(
-    coordinator: str, argv_0: list[str], argv_1: list[str] | None = None
+    coordinator: str, argv_0: list[str], argv_1: list[str] | None = None, num_devices: int = 2
 ) -> Iterator[tuple[Host, Host]]:
     """Both run the same command unless another is given; they are killed at the end where they still run."""
-    hosts = Host(coordinator, 0, argv_0), Host(coordinator, 1, argv_1 or argv_0)
+    hosts = Host(coordinator, 0, argv_0, num_devices), Host(coordinator, 1, argv_1 or argv_0, num_devices)
     try:
         yield hosts
     finally:
@@ -131,24 +155,41 @@ def all_logprobs(row: Mapping[str, Any]) -> list[float]:
     return [float(text) for text in re.findall(r"-\d+\.\d+(?:e-\d+)?", json.dumps(found))]
 
 
-@pytest.mark.parametrize("mesh", ["2x2", *(pytest.param(m, marks=pytest.mark.long) for m in ("1x4", "4x1"))])
+def long(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    ("flags", "mesh", "num_devices"),
+    [
+        ("tiny", "2x2", 2),
+        long("tiny", "1x4", 2),
+        long("tiny", "4x1", 2),
+        ("staged", "2x1x2", 2),  # a stage a host
+        ("tiny", "4x1x1", 2),  # two stages a host
+        long("tiny", "2x2x2", 4),
+        long("tiny", "3x1x2", 3),  # the second stage has a device of each host
+    ],
+)
 def test_the_tokens_of_one_process(
-    mesh: str, tiny: tuple[str, ...], coordinator: str, tmp_path: Path
+    flags: str,
+    mesh: str,
+    num_devices: int,
+    coordinator: str,
+    tmp_path: Path,
+    rows_file: Path,
+    rows_of_one_process: list[dict[str, Any]],
+    request: pytest.FixtureRequest,
 ) -> None:
-    source = tmp_path / "in.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    files = (f"--input={source}", f"--output={tmp_path / 'two.jsonl'}")
-    with two_hosts(coordinator, command("batch", *tiny, f"--mesh={mesh}", *files)) as hosts:
+    files = (f"--input={rows_file}", f"--output={tmp_path / 'two.jsonl'}")
+    argv = command("batch", *request.getfixturevalue(flags), f"--mesh={mesh}", *files)
+    with two_hosts(coordinator, argv, num_devices=num_devices) as hosts:
         assert [host.end() for host in hosts] == [0, 0], [host.errors() for host in hosts]
         assert hosts[0].lines[-1] == f"{len(ROWS)} rows, 0 with an error, in {tmp_path / 'two.jsonl'}\n"
         assert hosts[1].output() == ""
-    assert run("batch", *tiny, files[0], f"--output={tmp_path / 'one.jsonl'}").returncode == 0
-    got, want = (
-        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-        for name in ("two", "one")
-    )
-    assert [without_logprobs(row) for row in got] == [without_logprobs(row) for row in want]
-    for row, wanted in zip(got, want, strict=True):
+    got = read_rows(tmp_path / "two.jsonl")
+    assert [without_logprobs(row) for row in got] == [without_logprobs(row) for row in rows_of_one_process]
+    for row, wanted in zip(got, rows_of_one_process, strict=True):
         assert all_logprobs(row) == pytest.approx(all_logprobs(wanted), abs=1e-4)
 
 
@@ -175,6 +216,12 @@ def test_a_start_from_bundles(bundled: tuple[str, ...], coordinator: str) -> Non
     assert answers[0] == answers[1] != ""
 
 
+def arguments(flags: tuple[str, ...]) -> dict[str, Any]:
+    """As `LLM` takes them."""
+    pairs = dict(flag.removeprefix("--").split("=", 1) for flag in flags if "=" in flag)
+    return {name: int(value) if value.isdecimal() else value for name, value in pairs.items()}
+
+
 LLM_SCRIPT = """
 import json, sys
 from jaxinfer import LLM, SamplingParams
@@ -190,10 +237,10 @@ with LLM(**args, **others) as llm:
 """
 
 
-def test_a_script_on_two_hosts(bundled: tuple[str, ...], coordinator: str) -> None:
+@pytest.mark.parametrize("flags", ["bundled", long("staged")])
+def test_a_script_on_two_hosts(flags: str, coordinator: str, request: pytest.FixtureRequest) -> None:
     """Both get the outputs of one process; calls that differ are refused."""
-    flags = dict(flag.removeprefix("--").split("=", 1) for flag in bundled if "=" in flag)
-    args: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in flags.items()}
+    args = arguments(request.getfixturevalue(flags))
     params = [SamplingParams(temperature=t, max_tokens=9, ignore_eos=True, n=n) for t, n in ((0, 1), (1, 2))]
     alone: dict[str, Any] = {**args, "mesh": "1x1"}
     llm = LLM(**alone)
@@ -212,7 +259,11 @@ def test_a_script_on_two_hosts(bundled: tuple[str, ...], coordinator: str) -> No
             assert "host 1 has prompts=" in host.lines[-1], host.errors()
 
 
-def test_bench_on_two_hosts(bundled: tuple[str, ...], coordinator: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", ["bundled", long("staged")])
+def test_bench_on_two_hosts(
+    flags: str, coordinator: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    bundled = request.getfixturevalue(flags)
     sizes = ("--num_prompts=3", "--input_len=40", "--output_len=5", f"--json_out={tmp_path / 'figures.json'}")
     with two_hosts(coordinator, command("bench", "throughput", *bundled, *sizes)) as hosts:
         assert [host.end() for host in hosts] == [0, 0], [host.errors() for host in hosts]
@@ -224,7 +275,7 @@ def test_bench_on_two_hosts(bundled: tuple[str, ...], coordinator: str, tmp_path
 
 
 COUNT_READ_BYTES = """
-import sys
+import json, sys
 from jaxinfer import generate
 from jaxinfer.engine import engine
 from jaxinfer_checkpoints.mapped import MappedFile
@@ -236,6 +287,11 @@ def load(*args, **options):
     print("bytes read:", sum(read), file=sys.stderr, flush=True)
     return stages
 engine.load_stages = load
+start = engine.Engine._start
+def start_and_tell(self, config):
+    start(self, config)
+    print("memory:", json.dumps(self.memory().to_json()), file=sys.stderr, flush=True)
+engine.Engine._start = start_and_tell
 sys.exit(generate.main(sys.argv[1:]))
 """
 
@@ -253,6 +309,30 @@ def test_each_host_reads_its_own_shards(tiny: tuple[str, ...], coordinator: str)
         read = [int(host.wait_for(r"bytes read: (\d+)")[1]) for host in hosts]
     kv = sum(size for name, size in sizes.items() if "k_proj" in name or "v_proj" in name)
     assert read == [norms + (sum(sizes.values()) - norms + kv) // 2] * 2
+
+
+def test_each_host_has_its_own_stages_alone(staged: tuple[str, ...], coordinator: str) -> None:
+    """It reads their layers, and the first the embedding, the last norm and head; it reports its own devices;
+    and it starts from a bundle of its own.
+    """
+    from jaxinfer_checkpoints import open_checkpoint
+
+    reader = open_checkpoint(MODELS / "llama")
+    sizes = {name: reader.read(name).nbytes for name in reader.tensors}
+    layers = [sum(size for name, size in sizes.items() if f"layers.{i}." in name) for i in range(4)]
+    ends = sizes["model.embed_tokens.weight"], sizes["model.norm.weight"] + sizes["lm_head.weight"]
+    argv = [sys.executable, "-c", COUNT_READ_BYTES, *staged, "--prompt=Hi", "--max_tokens=2"]
+    with two_hosts(coordinator, argv) as hosts:
+        assert [host.end() for host in hosts] == [0, 0], [host.errors() for host in hosts]
+        read = [int(host.wait_for(r"bytes read: (\d+)")[1]) for host in hosts]
+        memory = [json.loads(host.wait_for(r"memory: (.*)")[1]) for host in hosts]
+    assert read == [sum(layers[:2]) + ends[0], sum(layers[2:]) + ends[1]]
+    for report in memory:
+        for name in ("weights", "kv_cache", "slots"):
+            assert report["planned"][name] == report["measured"][name], name
+    # 4 slots of 128 tokens and the null page; K and V of 1 of 2 heads of 16 in float32, in 2 of 4 layers.
+    assert [report["measured"]["kv_cache"] for report in memory] == [2 * 2 * 16 * 4 * (4 * 128 + 8)] * 2
+    assert [report["measured"]["slots"] > 0 for report in memory] == [False, True]
 
 
 @contextmanager
@@ -274,9 +354,10 @@ def body(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def test_serving_on_two_hosts(bundled: tuple[str, ...], coordinator: str) -> None:
+@pytest.mark.parametrize("flags", ["bundled", "staged"])
+def test_serving_on_two_hosts(flags: str, coordinator: str, request: pytest.FixtureRequest) -> None:
     """A client that hangs up, a refused request, and a signal to both, which lets the last request end."""
-    with serving(coordinator, bundled) as (leader, follower, client):
+    with serving(coordinator, request.getfixturevalue(flags)) as (leader, follower, client):
         alone = client.post("/v1/completions", json=body()).json()
         assert alone["usage"]["completion_tokens"] == 100
         with client.stream("POST", "/v1/completions", json=body(prompt="Bye", stream=True)) as response:
@@ -296,8 +377,11 @@ def test_serving_on_two_hosts(bundled: tuple[str, ...], coordinator: str) -> Non
         assert (leader.end(), follower.end()) == (0, 0)
 
 
-def test_a_follower_that_dies_ends_all_requests(bundled: tuple[str, ...], coordinator: str) -> None:
-    with serving(coordinator, bundled) as (leader, follower, client):
+@pytest.mark.parametrize("flags", ["bundled", long("staged")])
+def test_a_follower_that_dies_ends_all_requests(
+    flags: str, coordinator: str, request: pytest.FixtureRequest
+) -> None:
+    with serving(coordinator, request.getfixturevalue(flags)) as (leader, follower, client):
         with client.stream("POST", "/v1/completions", json=body(stream=True, n=4)) as response:
             lines = response.iter_lines()
             next(lines)
@@ -376,12 +460,3 @@ def test_a_host_that_differs_is_named(
     with two_hosts(coordinator, [sys.executable, *argv], [sys.executable, *other]) as hosts:
         for host in hosts:
             assert_one_line(host, line)
-
-
-def test_what_several_hosts_cannot_do_is_refused() -> None:
-    from jaxinfer.config import ConfigError, EngineConfig, HostsConfig
-    from jaxinfer.engine.resolve import check
-
-    hosts = HostsConfig("127.0.0.1:1", 2, 0)
-    with pytest.raises(ConfigError, match="mesh=2x1x4: pipeline stages need all devices on one host"):
-        check(EngineConfig(model="demo", hosts=hosts, mesh="2x1x4"))

@@ -62,7 +62,7 @@ def test_every_step_writes_the_cache_in_place(programs: Programs, mesh_config: M
     assert shapes == {(1, 0), (4, 0), (0, 64), (4, 64)}
     for bucket, stages in programs.forward.items():
         assert len(stages) == mesh_config.pipe
-        for program in stages:
+        for program in stages.values():
             memory = program.memory_analysis()  # type: ignore[attr-defined]
             assert memory.alias_size_in_bytes == KV_BYTES // mesh_config.tensor // mesh_config.pipe, bucket
             assert memory.temp_size_in_bytes < 2**20, bucket
@@ -82,11 +82,12 @@ def test_a_layer_has_two_all_reduces(programs: Programs, mesh_config: MeshConfig
     pairs = "[2,2]<=[4]"  # devices 0 and 1, and 2 and 3, of a stage
     num_layers = NUM_LAYERS // mesh_config.pipe
     for bucket, stages in programs.forward.items():
-        for index, program in enumerate(stages):
+        for index, program in stages.items():
             want = Counter({("all-reduce", pairs): divided * (2 * num_layers + (index == 0))})
             assert collectives(program) == want, bucket
     for program in (*programs.sample.values(), *programs.prompt_logprobs.values()):
         assert collectives(program) == Counter({("all-gather", pairs): int(divided)})
+    assert programs.set_counts is not None
     assert collectives(programs.set_counts) == Counter()
 
 
@@ -99,6 +100,6 @@ def test_a_layer_of_experts_has_two_all_reduces(model: str, mesh: str) -> None:
     scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=128)
     meshes = make_meshes(parse_mesh(mesh), jax.devices())
     stages = abstract_stages(config, jnp.dtype("float32"), meshes)
-    for bucket, (program,) in compile_programs(stages, cache, scheduler, meshes).forward.items():
-        operations = Counter(operation for operation, _ in collectives(program).elements())
+    for bucket, programs in compile_programs(stages, cache, scheduler, meshes).forward.items():
+        operations = Counter(operation for operation, _ in collectives(programs[0]).elements())
         assert operations == Counter({"all-reduce": 2 * config.num_hidden_layers + 1}), bucket

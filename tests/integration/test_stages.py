@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +12,8 @@ import pytest
 from jaxinfer.config import ConfigError, parse_mesh
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.runner import InFlight
-from jaxinfer.parallel.mesh import make_meshes
 from jaxinfer.types import SamplingParams, StepPlan
-from tests.integration.engines import make_engine, run
+from tests.integration.engines import make_engine, run, tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -82,7 +81,47 @@ def test_stages_that_cannot_be_are_refused(mesh: str, words: str, tokenizer: Pat
         make_engine(tokenizer, mesh=mesh)
 
 
-def test_stages_on_several_hosts_are_refused() -> None:
-    hosts = [SimpleNamespace(process_index=i // 4, platform="tpu") for i in range(8)]
-    with pytest.raises(ConfigError, match="mesh=2x1x4: pipeline stages need all devices on one host"):
-        make_meshes(parse_mesh("2x1x4"), hosts)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("3x1x1", marks=pytest.mark.slow), pytest.param("4x1x1", marks=pytest.mark.long)]
+)
+def test_all_stages_compute_before_they_hand_on(
+    mesh: str, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on several hosts, where a stage that hands on waits for the next one: that one is not behind it."""
+    num_stages = parse_mesh(mesh).pipe
+    engine = make_engine(tokenizer, mesh=mesh)
+    requests = {f"{i}": ([1, 2, 3], GREEDY) for i in range(num_stages)}
+    want = {key: tokens(outputs) for key, outputs in run(engine, requests).items()}
+    runner = engine._runner
+    runner._handover.waits = True
+    events: list[tuple[str, int, int]] = []
+    compute, hand_on, deliver = runner._compute, runner._handover.hand_on, runner._deliver
+    first_id = engine._scheduler._next_step_id
+
+    def noted_compute(step: InFlight, stage: int) -> None:
+        events.append(("compute", stage, step.plan.step_id - first_id))
+        compute(step, stage)
+
+    def noted_hand_on(hidden: Any, stage: int, rows: int) -> Any:
+        events.append(("hand on", stage, -1))
+        return hand_on(hidden, stage, rows)
+
+    def noted_deliver(step: InFlight) -> None:
+        events.append(("deliver", num_stages - 1, step.plan.step_id - first_id))
+        deliver(step)
+
+    monkeypatch.setattr(runner, "_compute", noted_compute)
+    monkeypatch.setattr(runner._handover, "hand_on", noted_hand_on)
+    monkeypatch.setattr(runner, "_deliver", noted_deliver)
+    assert {key: tokens(outputs) for key, outputs in run(engine, requests).items()} == want
+    num_steps = 12 * num_stages
+    computed = [[e[2] for e in events if e[:2] == ("compute", stage)] for stage in range(num_stages)]
+    assert computed == [list(range(num_steps))] * num_stages
+    # Turns: what is computed, then what is handed on. With all waves at work each stage has a step in each,
+    # so a step of each wave takes as many turns as there are stages, and as one stage at a time takes steps.
+    turns = [list(turn) for _, turn in groupby(events, key=lambda event: event[0] == "compute")]
+    assert len(turns) == 2 * (num_steps + num_stages - 1)
+    for turn in turns[2 * (num_stages - 1) : -2 * (num_stages - 1) : 2]:
+        assert [stage for _, stage, _ in turn] == list(range(num_stages))
+        newest = turn[0][2]
+        assert [step for _, _, step in turn] == list(range(newest, newest - num_stages, -1))

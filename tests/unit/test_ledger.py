@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 
-from jaxinfer.config import CacheConfig, LayerConfig, ModelConfig, RopeConfig, parse_mesh
+from jaxinfer.config import CacheConfig, LayerConfig, ModelConfig, RopeConfig, SchedulerConfig, parse_mesh
 from jaxinfer.engine.kv_cache import create_kv_pages, create_slots
+from jaxinfer.engine.step_batch import make_buckets
 from jaxinfer.memory.chips import CHIPS
 from jaxinfer.memory.ledger import MemoryModel, kv_bytes_per_token
 from jaxinfer.memory.parameters import num_parameters, parameter_bytes, parameters
@@ -164,3 +167,16 @@ def test_quantised_projections_carry_their_scales() -> None:
     unquantised = [p for p in parameters(public_config("Llama-3.1-8B")) if p.role != "projection"]
     for parameter in unquantised:
         assert parameter_bytes(parameter, "bfloat16", "int4") == parameter_bytes(parameter, "bfloat16")
+
+
+@given(max_num_seqs=st.integers(1, 256), num_tiles=st.integers(1, 256), pipe=st.integers(2, 4))
+def test_what_stages_on_several_hosts_hold_is_counted(max_num_seqs: int, num_tiles: int, pipe: int) -> None:
+    """A stage that receives has zeros in the shape of each hidden state that it can get."""
+    model = public_config("Llama-3.1-8B")
+    sizes: dict[str, Any] = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=32 * num_tiles)
+    scheduler = SchedulerConfig(max_model_len=8192, num_waves=pipe, **sizes)
+    held = sum({bucket.num_rows for bucket in make_buckets(scheduler)}) * model.hidden_size * 2
+    here, apart = (memory_model(model, pipe=pipe, apart=apart, **sizes).stages for apart in (False, True))
+    added = [b.ledger(2).activations - a.ledger(2).activations for a, b in zip(here, apart, strict=True)]
+    assert added[0] == 0
+    assert all(held <= more <= 6 * held for more in added[1:])

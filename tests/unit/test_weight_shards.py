@@ -149,7 +149,7 @@ def test_stages_hold_the_layers_that_they_compute(mesh: str, config: ModelConfig
     }
     size = parse_mesh(mesh).stage.num_devices
     found = Counter[str]()
-    for index, stage in enumerate(stages):
+    for index, stage in stages.items():
         first = stage.config.stage.first_layer
         whole = on_devices(load_model(FakeReader("safetensors", arrays), config, F32, meshes[index]))
         for name, parts in on_devices(stage).items():
