@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks every kernel against the reference, and times it, on the accelerator that jax finds (or the CPU).
+"""Checks every kernel against the reference, and times it, on the accelerator that jax finds, or on the CPU.
 
     .venv/bin/python scripts/check_device.py [--json_out=FILE] [--budget_s=420] [--small]
 
@@ -50,6 +50,9 @@ def work(first: int, small: bool, results: IO[str]) -> None:
     """Runs the checks from `first` on, and writes a line of JSON as it starts, and for each check."""
     from device_checks import device_checks
 
+    from jaxinfer_checkpoints.hub import DEFAULT_CACHE_DIR
+    from jaxinfer_kernels.cpu import load
+
     about, kernel = describe_device()
     checks = device_checks(about["platform"], kernel, small=small)
 
@@ -58,8 +61,11 @@ def work(first: int, small: bool, results: IO[str]) -> None:
 
     names = [dict(op=c.op, shape=c.shape, dtype=c.dtype, backend=c.backend) for c in checks]
     send(dict(device=about, checks=names))
+    cache_dir = Path(os.environ.get("JAXINFER_CACHE_DIR") or DEFAULT_CACHE_DIR).expanduser()
     for check in checks[first:]:
         try:
+            if check.backend == "cpu":
+                load(cache_dir / "kernels")
             outcome = check.run()
         except Exception as error:  # whatever a kernel or a compiler throws is that check's result
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -107,7 +113,7 @@ def describe_device() -> tuple[dict[str, Any], Any]:
         return about, "tpu"
     if device.platform == "gpu" and device.compute_capability in GPU_CAPABILITIES:
         return about, "gpu"
-    return about, "xla"
+    return about, "cpu" if device.platform == "cpu" else "xla"
 
 
 def row_of(outcome: Any, about: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +134,8 @@ class Worker:
 
     def __init__(self, first: int, small: bool) -> None:
         command = [sys.executable, __file__, f"--worker={first}", *(["--small"] if small else [])]
-        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+        roots = (ROOT, ROOT / "kernels", ROOT / "checkpoints")
+        path = os.pathsep.join([*map(str, roots), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path}
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True

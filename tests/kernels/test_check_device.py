@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import pytest
 
+from tests.cpu_kernels import load_cpu_kernels
 from tests.integration.processes import environment
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_device.py"
@@ -49,14 +51,18 @@ def device_checks(platform, kernel, *, small):
 """
 
 
-def check_device(script: Path, output: Path, *flags: str) -> tuple[int, str, dict[str, Any]]:
-    """The exit status, what it printed, and the JSON."""
+def check_device(
+    script: Path, output: Path, *flags: str, **variables: str
+) -> tuple[int, str, dict[str, Any]]:
+    """The exit status, what it printed, and the JSON; `variables` are of the environment."""
     result = subprocess.run(
         [sys.executable, script, f"--json_out={output}", *flags],
         capture_output=True,
         text=True,
         # The checks are of the script here, so that a quick compilation does.
-        env=environment() | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+        env=environment()
+        | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        | variables,
         timeout=TIMEOUT_S,
         check=False,
     )
@@ -122,11 +128,17 @@ def test_a_process_that_starts_anew_gets_what_is_left_of_the_time(
 
 @pytest.mark.slow
 def test_every_op_is_right_and_timed_on_the_cpu(tmp_path: Path) -> None:
+    load_cpu_kernels()
     status, printed, report = check_device(SCRIPT, tmp_path / "out.json", "--small")
     assert [row for row in report["rows"] if not row["ok"]] == []
     assert (status, report["not_run"]) == (0, [])
-    ops = {"decode", "prefill", "attention", "mla", "quantized_matmul", "grouped_matmul"}
-    assert {row["op"] for row in report["rows"]} == ops
+    assert {(row["op"], row["backend"]) for row in report["rows"]} == {
+        *product(("decode", "prefill", "attention", "linear", "gated_linear"), ("cpu", "xla")),
+        ("mla", "xla"),
+        *product(("quantized_matmul", "grouped_matmul"), ("auto",)),
+    }
+    names = [(row["op"], row["shape"], row["dtype"], row["backend"]) for row in report["rows"]]
+    assert len(set(names)) == len(names)
     for row in report["rows"]:
         assert 0 <= row["error"] <= row["bound"], row
         assert row["GB/s"] == pytest.approx(row["num_bytes"] / row["ms"] / 1e6)
@@ -146,6 +158,16 @@ def test_what_goes_wrong_costs_its_own_row(tmp_path: Path) -> None:
     assert "status 3" in rows[4]["message"]
     assert (rows[0]["GB/s"], rows[0]["TFLOP/s"]) == (2.0, 3.0)
     assert (status, printed.count("WRONG")) == (1, 4)
+
+
+def test_kernels_that_cannot_be_compiled_are_wrong(tmp_path: Path) -> None:
+    script = Path(shutil.copy(SCRIPT, tmp_path))
+    (tmp_path / "device_checks.py").write_text(CHECKS.replace('backend="xla"', 'backend="cpu"'))
+    variables = {"PATH": str(tmp_path), "JAXINFER_CACHE_DIR": str(tmp_path)}
+    status, _, report = check_device(script, tmp_path / "out.json", **variables)
+    said = {row["message"] for row in report["rows"]}
+    assert said == {"CompilerError: no C++ compiler is on the PATH (c++, g++, clang++)"}
+    assert (status, len(report["rows"])) == (1, 6)
 
 
 def test_no_time_is_said(tmp_path: Path) -> None:
