@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from jaxinfer.config import ConfigError, ModelConfig
 from jaxinfer.memory.parameters import itemsize, parameter_bytes, parameters
+from jaxinfer.ops.sampling import BLOCK_ROWS
 from jaxinfer.parallel.layout import device_share
 from jaxinfer.parallel.stages import stage_models
 from jaxinfer_kernels import Backend, decode_tile_tokens, kv_pages_shape, kv_scales_shape, kv_tile_tokens
@@ -22,7 +23,7 @@ from jaxinfer_kernels.layout import QUANTIZED_DTYPES
 PROMPT_LOGPROBS_ROWS = 32  # of a prompt, whose logits are there at once; divides every prefill tile
 
 # Of XLA's buffers, in programs compiled for the CPU. `plan --compile` has them from the compiler.
-_SAMPLER_COPIES = 7  # float32 arrays of [rows, V] that the sampler holds at once
+_SAMPLER_COPIES = 7  # float32 arrays of [rows, V] that the sampler holds of a block, its logits included
 _PROMPT_LOGPROBS_COPIES = 2
 
 
@@ -235,7 +236,10 @@ class MemoryModel:
     def _logits_bytes(self) -> int:
         if not self.model.stage.is_last:
             return 0
-        rows = max(_SAMPLER_COPIES * self._num_decodes, _PROMPT_LOGPROBS_COPIES * PROMPT_LOGPROBS_ROWS)
+        sampled = _SAMPLER_COPIES * min(self._num_decodes, BLOCK_ROWS)
+        if self._num_decodes > BLOCK_ROWS:  # of which the sampler takes a copy
+            sampled += self._num_decodes
+        rows = max(sampled, _PROMPT_LOGPROBS_COPIES * PROMPT_LOGPROBS_ROWS)
         return rows * self.share.vocab_size * 4
 
 

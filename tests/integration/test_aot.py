@@ -85,6 +85,12 @@ def test_the_cache_is_written_in_place_and_never_copied(report: dict[str, Any]) 
         assert step["temp_bytes"] < decode["alias_bytes"] / 32, "a copy of one layer's pages"
 
 
+def test_sampling_holds_the_logits_and_temporaries_of_32_rows(report: dict[str, Any]) -> None:
+    sampling = report["compiled"][2]
+    assert sampling["name"] == "sample_step 256"
+    assert sampling["temp_bytes"] < (256 + 10 * 32) * 128_256 * 4
+
+
 def test_a_layer_has_two_all_reduces(report: dict[str, Any]) -> None:
     """And the embedding one, whose rows lie on different devices."""
     for step in report["compiled"][:2]:

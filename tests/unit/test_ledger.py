@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from jaxinfer.memory.parameters import num_parameters, parameter_bytes, paramete
 from jaxinfer.memory.roofline import decode_roofline
 from jaxinfer.models.families import load_model_config, model_config_from
 from jaxinfer.models.weights import abstract_model, abstract_stages
+from jaxinfer.ops.sampling import SamplingRows, sample
 from jaxinfer.parallel.mesh import DATA, TENSOR
 from jaxinfer_checkpoints import open_checkpoint
 
@@ -77,6 +79,21 @@ def test_cache_and_slots_take_the_bytes_of_their_arrays(dtype: str) -> None:
     pages = jax.eval_shape(lambda: create_kv_pages(model, CacheConfig(16, 100, dtype)))
     assert planned.kv_cache == nbytes(pages)
     assert planned.slots == nbytes(jax.eval_shape(lambda: create_slots(model, 32)))
+
+
+@pytest.mark.parametrize("num_rows", [12, 32, 75, 256])
+def test_logits_are_what_the_sampler_takes(num_rows: int) -> None:
+    """Its argument and its temporaries, as the CPU's compiler has them."""
+    model = replace(public_config("Llama-3.1-8B"), vocab_size=12_800)
+    rows = SamplingRows(num_rows)
+    batch = rows.gather(np.arange(num_rows), np.zeros(num_rows, int), np.zeros(num_rows, int), num_rows)
+    shapes = ((num_rows, 12_800), jnp.float32), ((257, 12_800), jnp.bool_), ((257, 12_800), jnp.int32)
+    logits, mask, counts = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    compiled = jax.jit(sample).lower(logits, batch, mask, counts, np.arange(num_rows)).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    planned = memory_model(model, max_num_seqs=num_rows).ledger(2).logits
+    assert planned == pytest.approx(memory.temp_size_in_bytes + nbytes(logits), rel=0.01)
 
 
 def test_known_bytes_of_a_token() -> None:

@@ -160,6 +160,33 @@ def test_row_in_a_mixture_equals_the_same_row_alone(
     assert shuffled.tolist() == together[order].tolist()
 
 
+def test_many_rows_are_sampled_as_blocks_of_them_are() -> None:
+    """Bit for bit, log-probabilities too; the last rows are two blocks' and padding's."""
+    kinds = [
+        SamplingParams(temperature=0.0, logprobs=3),
+        SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2),
+        SamplingParams(top_p=0.7, top_k=200, logprobs=0),
+        SamplingParams(temperature=1.4, min_p=0.02, logit_bias={7: 9.0}),
+        SamplingParams(temperature=0.0, min_tokens=4),
+    ]
+    rows = [
+        Row(kinds[i % 5], seed=i, position=i, prompt=[i], output=[3, 200 + i], stop_ids=frozenset([5]))
+        for i in range(70)
+    ]
+    logits = np.random.default_rng(1).integers(-8, 8, (70, 300)).astype(np.float32) / 2
+    blocks = [run(logits[i : i + 32], rows[i : i + 32], size=32) for i in (0, 32, 64)]
+    expected = jax.tree.map(lambda *parts: np.concatenate(parts), *blocks)
+    jax.tree.map(np.testing.assert_array_equal, run(logits, rows, size=75), expected)
+    assert expected.token_ids.tolist() == [reference_token(x, r) for x, r in zip(logits, rows, strict=True)]
+
+
+def test_many_greedy_rows() -> None:
+    logits = np.random.default_rng(0).standard_normal((70, 300)).astype(np.float32)
+    sampled = run(logits, [Row(SamplingParams(temperature=0.0))] * 70)
+    np.testing.assert_array_equal(sampled.token_ids, logits.argmax(axis=1))
+    assert not sampled.logprobs.any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [49152, 32003])
 def test_tokens_of_real_vocabularies_do_not_depend_on_the_batch(vocab_size: int) -> None:
