@@ -37,13 +37,23 @@ from jaxinfer.engine.step_batch import Bucket, StepBatch, StepBatcher
 from jaxinfer.memory.ledger import PROMPT_LOGPROBS_ROWS
 from jaxinfer.models.transformer import AttentionFn, Transformer, head_logits
 from jaxinfer.ops.attention import make_attention
-from jaxinfer.ops.sampling import Sampled, SamplingBatch, sample, set_counts, token_logprobs, update_counts
+from jaxinfer.ops.sampling import (
+    Sampled,
+    SamplingBatch,
+    sample,
+    sample_shared,
+    set_counts,
+    token_logprobs,
+    update_counts,
+)
 from jaxinfer.parallel.mesh import (
+    constrain,
     num_groups,
     over_groups,
     page_sharding,
     read_sharding,
     row_sharding,
+    rows_axis,
     stages_here,
 )
 from jaxinfer.types import StepPlan
@@ -197,8 +207,11 @@ def sample_step(
     config: ModelConfig,
 ) -> tuple[SlotState, Sampled]:
     """A token of each hidden state [M, D], which its slot keeps."""
-    logits = head_logits(config, head, hidden)
-    sampled = sample(logits, sampling, slots.prompt_mask, slots.output_counts, sample_slots)
+    axis = rows_axis(hidden.shape[0])
+    sample_slots = constrain(sample_slots)  # else the compiler shares out their other uses too
+    logits = head_logits(config, head, hidden, axis)
+    sample_rows = sample if axis is None else partial(sample_shared, axis)
+    sampled = sample_rows(logits, sampling, slots.prompt_mask, slots.output_counts, sample_slots)
     valid = sample_slots < slots.last_tokens.shape[0] - 1
     counts = update_counts(slots.output_counts, sample_slots, sampled.token_ids, valid)
     last_tokens = slots.last_tokens.at[sample_slots].set(sampled.token_ids)

@@ -34,7 +34,8 @@ from jaxinfer.memory.ledger import CompiledBytes
 from jaxinfer.memory.planning import Plan
 from jaxinfer.models.transformer import Transformer
 from jaxinfer.models.weights import abstract_stages
-from jaxinfer.parallel.mesh import make_meshes, mesh_over
+from jaxinfer.parallel.layout import row_share
+from jaxinfer.parallel.mesh import make_meshes, mesh_over, tensor_parallel
 
 # Slices that Cloud TPU offers, by the number of chips.
 _SLICES: Mapping[int, Mapping[int, str]] = MappingProxyType(
@@ -127,7 +128,9 @@ def _largest_of_stage(plan: Plan, model: Transformer, mesh: Mesh | None) -> tupl
         {forward_name(bucket): bucket.num_rows for bucket in buckets if bucket.num_prefill_rows},
     ]
     if stage.is_last:
-        kinds.append({sample_name(size): size for size in batcher.sample_sizes})
+        # By the rows of a device; of those with as many, the largest.
+        sizes, tensor = reversed(batcher.sample_sizes), tensor_parallel(mesh)
+        kinds.append({sample_name(size): row_share(size, tensor) for size in sizes})
         kinds.append({logprobs_name(rows): rows for rows in batcher.prefill_sizes})
     programs = []
     for kind in kinds:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from jaxinfer.config import ConfigError, ModelConfig
 from jaxinfer.memory.parameters import itemsize, parameter_bytes, parameters
 from jaxinfer.ops.sampling import BLOCK_ROWS
-from jaxinfer.parallel.layout import device_share
+from jaxinfer.parallel.layout import device_share, row_share
 from jaxinfer.parallel.stages import stage_models
 from jaxinfer_kernels import Backend, decode_tile_tokens, kv_pages_shape, kv_scales_shape, kv_tile_tokens
 from jaxinfer_kernels.layout import QUANTIZED_DTYPES
@@ -236,11 +236,12 @@ class MemoryModel:
     def _logits_bytes(self) -> int:
         if not self.model.stage.is_last:
             return 0
-        sampled = _SAMPLER_COPIES * min(self._num_decodes, BLOCK_ROWS)
-        if self._num_decodes > BLOCK_ROWS:  # of which the sampler takes a copy
-            sampled += self._num_decodes
+        num_rows = row_share(self._num_decodes, self.tensor)
+        sampled = _SAMPLER_COPIES * min(num_rows, BLOCK_ROWS)
+        if num_rows > BLOCK_ROWS:  # of which the sampler takes a copy
+            sampled += num_rows
         rows = max(sampled, _PROMPT_LOGPROBS_COPIES * PROMPT_LOGPROBS_ROWS)
-        return rows * self.share.vocab_size * 4
+        return rows * self.model.vocab_size * 4
 
 
 def kv_bytes_per_token(model: ModelConfig, itemsize: int) -> int:

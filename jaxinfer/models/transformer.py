@@ -300,8 +300,14 @@ class Transformer(nnx.Module):
         return head_logits(self.config, self.head_weight, hidden)
 
 
-def head_logits(config: ModelConfig, head_weight: jax.Array, hidden: jax.Array) -> jax.Array:
-    """hidden [R, D] -> float32 logits [R, V], soft-capped where the model says so."""
+def head_logits(
+    config: ModelConfig, head_weight: jax.Array, hidden: jax.Array, rows_axis: str | None = None
+) -> jax.Array:
+    """hidden [R, D] -> float32 logits [R, V], soft-capped where the model says so.
+
+    On a mesh every device gets those of all rows, or of its part of the rows along an axis.
+    """
     scores = linear(head_weight, hidden.T, token_major=True, backend=config.matmul)
-    scores = constrain(scores)[:, : config.vocab_size]  # every device samples from all of them
+    scores = constrain(scores, None, TENSOR)  # as the weight lies: else the compiler may gather that instead
+    scores = constrain(scores, rows_axis)[:, : config.vocab_size]
     return soft_cap(scores, config.final_logit_softcapping)

@@ -119,6 +119,11 @@ def padding(model: ModelConfig, tensor_parallel: int) -> dict[str, tuple[int, in
     return {name: (before, after) for name, (before, after) in sizes.items() if before != after}
 
 
+def row_share(num_rows: int, tensor_parallel: int) -> int:
+    """Rows of a step that one device samples: its part of them, or all where they do not divide."""
+    return num_rows if num_rows % tensor_parallel else num_rows // tensor_parallel
+
+
 def split_axis(path: str, laid_out: ModelConfig) -> int | None:
     """The axis of a parameter that the devices of a group divide among them; None is none."""
     module, kind = path.split(".")[-2:]

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config import ConfigError, MeshConfig, ModelConfig
-from jaxinfer.parallel.layout import split_axis
+from jaxinfer.parallel.layout import row_share, split_axis
 
 DATA, TENSOR = "data", "tensor"
 _MAX_SIMULATED = 16  # devices that a CPU is worth dividing into
@@ -137,6 +137,12 @@ def over_groups(step: Callable[..., Any], mesh: Mesh, *, num_shared: int) -> Cal
         )(*args)
 
     return run
+
+
+def rows_axis(num_rows: int) -> str | None:
+    """The axis along which the devices of a group share so many rows of a step; None where they do not."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or row_share(num_rows, mesh.shape[TENSOR]) == num_rows else TENSOR
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

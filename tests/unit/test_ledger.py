@@ -96,6 +96,14 @@ def test_logits_are_what_the_sampler_takes(num_rows: int) -> None:
     assert planned == pytest.approx(memory.temp_size_in_bytes + nbytes(logits), rel=0.01)
 
 
+def test_devices_share_the_rows_that_are_sampled() -> None:
+    """Of all the vocabulary: 32 of 256 rows each, and all of them where they do not divide."""
+    model = public_config("Llama-3.1-8B")
+    row = 128_256 * 4
+    for tensor, rows in ((8, 7 * 32), (4, 7 * 32 + 64), (3, 7 * 32 + 256)):
+        assert memory_model(model, max_num_seqs=256, tensor=tensor).ledger(2).logits == rows * row
+
+
 def test_known_bytes_of_a_token() -> None:
     layers = (LayerConfig(RopeConfig()),) * 32
     llama_7b = ModelConfig("llama", 32000, 4096, 11008, 32, 32, 128, layers, 1e-5, 4096, False)
