@@ -7,6 +7,7 @@ which something changes.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -273,3 +274,14 @@ def test_wide_heads_are_refused() -> None:
 def test_layout() -> None:
     assert kv_pages_shape(8, 16, 2, 80, "gpu") == (8, 2, 16, 2, 128)
     assert prefill_tile_tokens("gpu") == 128
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_every_jax_lowers_the_kernels(kv_dtype: str) -> None:
+    """A decode and a prefill kernel, also by a jax that cannot interpret them."""
+    spec = AttentionSpec("two-heads", 2, 1, 64, page_size=64)
+    case = make_case(spec, [70], [(0, 6)], dtype="bfloat16", kv_dtype=kv_dtype, backend="gpu")
+    attend = jax.jit(partial(paged_attention, backend="gpu", **case.options()))
+    traced = attend.trace(case.q, case.k, case.v, case.kv_pages("gpu"), case.metadata)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2, text.count("custom_call")

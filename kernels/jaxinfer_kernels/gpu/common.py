@@ -62,6 +62,11 @@ def row_positions(
     return start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
 
+def load(ref: Ref, layout: Any) -> jax.Array:
+    """What shared memory holds, read in a layout: `plgpu.load`, whose arguments jax 0.12 changed."""
+    return plgpu.layout_cast(ref[...], layout)
+
+
 def spread(
     vector: jax.Array, shape: tuple[int, int], axis: int, layout: Any = plgpu.Layout.WGMMA
 ) -> jax.Array:
@@ -168,7 +173,7 @@ def widen_tile(narrow: Ref, wide: Ref, tile: TileOfKV) -> None:
         seen = (positions >= tile.first) & (positions < tile.length)
         for column in range(0, columns, SWIZZLE_BYTES):
             part = (pl.ds(row, MMA_ROWS), pl.ds(column, SWIZZLE_BYTES))
-            numbers = plgpu.load(narrow.at[part], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+            numbers = load(narrow.at[part], plgpu.Layout.WGMMA_UPCAST_2X)
             if narrow.dtype == jnp.float8_e4m3fn:
                 numbers = numbers.astype(jnp.float16)  # the only conversion that the chip has
             numbers = plgpu.layout_cast(numbers.astype(wide.dtype), plgpu.Layout.WGMMA)

@@ -35,6 +35,7 @@ from jaxinfer_kernels.gpu.common import (
     copies_a_tile,
     copy_tile,
     interpret_params,
+    load,
     row_positions,
     spread,
     tiled_smem,
@@ -321,7 +322,7 @@ class DecodeKernel:
         kv_smem, k_scales, v_scales = r.kv_smem.at[stage], None, None
         if r.scales is not None:
             kv_smem, by_row = r.wide_smem, layout.reduce(1)
-            k_scales, v_scales = (plgpu.load(r.scales_smem.at[stage, i], layout=by_row) for i in range(2))
+            k_scales, v_scales = (load(r.scales_smem.at[stage, i], by_row) for i in range(2))
             widen_tile(r.kv_smem.at[stage], kv_smem, place)
             plgpu.commit_smem()
             plgpu.barrier_arrive(r.kv_consumed.at[stage])

@@ -35,6 +35,7 @@ from jaxinfer_kernels.gpu.common import (
     copies_a_tile,
     copy_tile,
     interpret_params,
+    load,
     row_positions,
     spread,
     tiled_smem,
@@ -270,7 +271,7 @@ class _Prefill:
             positions = tile.position + row + plgpu.broadcasted_iota(jnp.int32, (MMA_ROWS,), 0, layout=by_row)
             seen = (positions >= tile.first) & (positions < tile.length)
             for which in range(2):
-                scales = plgpu.load(r.narrow_scales_smem.at[slot, which, part], layout=by_row)
+                scales = load(r.narrow_scales_smem.at[slot, which, part], by_row)
                 # Those that nobody wrote may be NaN.
                 r.scales_smem.at[stage, which, part][...] = jnp.where(seen, scales, 0.0)
         plgpu.commit_smem()
@@ -355,7 +356,7 @@ class _Prefill:
         products = self.target.multiply(r.key_sums, queries, keys.T, warpgroup)
         by_column = plgpu.Layout.WGMMA.reduce(0)
         if r.scales is not None:
-            k_scales = plgpu.load(r.scales_smem.at[stage, 0], layout=by_column)
+            k_scales = load(r.scales_smem.at[stage, 0], by_column)
             products *= spread(k_scales, shape, 1)
         logits = self.logits(products)
         if mask:
@@ -372,7 +373,7 @@ class _Prefill:
         total = total * rescale + weights.sum(axis=1)
         accs = tuple(acc * spread(rescale, acc.shape, 0) for acc in accs)
         if r.scales is not None:
-            v_scales = plgpu.load(r.scales_smem.at[stage, 1], layout=by_column)
+            v_scales = load(r.scales_smem.at[stage, 1], by_column)
             weights *= spread(v_scales, shape, 1)
         accs = self._add_weighted(r, warpgroup, accs, weights.astype(r.kv_smem.dtype), values)
         plgpu.barrier_arrive(r.kv_consumed.at[stage])
