@@ -22,9 +22,13 @@ def device_checks(platform: str, kernel: Backend, *, small: bool) -> list[Check]
     Each is checked with XLA's beside. A CPU's kernels take neither quantised caches nor latent attention.
     `small` takes fewer, of shapes that a CPU runs in seconds.
     """
-    float_dtype = "float32" if platform == "cpu" else "bfloat16"
+    on_cpu = platform == "cpu"
+    float_dtype = "float32" if on_cpu else "bfloat16"
     caches = [float_dtype, *QUANTIZED_DTYPES[: 1 if small else None]]
     backends: list[Backend] = [kernel] if kernel == "xla" else [kernel, "xla"]
+    # Sequences that decode, their tokens, and a chunk of prefill; a CPU has time for less.
+    sequences, context, chunk = (4, 256, 128) if small else (16, 1024, 512) if on_cpu else (64, 4096, 512)
+    latent_decodes = [40, 0, 7, 300] if small else [context] * sequences
     latent_specs = LATENT_SPECS[-1:] if small else LATENT_SPECS
     specs = [spec for spec in ATTENTION_SPECS if not small or spec.name in ("chunk-48", "window-150-sinks")]
 
@@ -36,15 +40,18 @@ def device_checks(platform: str, kernel: Backend, *, small: bool) -> list[Check]
             for kind in ("decode", "prefill"):
                 if spec.name in ANCHORS[: 1 if small else None]:
                     sized = replace(spec, page_size=page_size)
-                    yield anchor_check(sized, kind, float_dtype, cache, backend, small)
+                    yield anchor_check(sized, kind, float_dtype, cache, backend, sequences, context, chunk)
 
     checks = [c for backend in backends for c in anchors(float_dtype, backend, 128)]
     checks += [spec_check(spec, float_dtype, float_dtype, kernel) for spec in specs]
-    checks += linear_checks(backends, small) if platform == "cpu" else []
+    checks += linear_checks(backends, small) if on_cpu else []
     checks += [c for cache in caches[1:] for c in anchors(cache, kernel_for(cache), 128)]
     checks += matmul_checks(float_dtype, small)
     checks += [
-        mla_check(spec, float_dtype, b, small) for b in backends if b != "cpu" for spec in latent_specs
+        mla_check(spec, latent_decodes, float_dtype, b)
+        for b in backends
+        if b != "cpu"
+        for spec in latent_specs
     ]
     checks += [] if small else anchors(float_dtype, kernel, 16)
     checks += [

@@ -131,10 +131,16 @@ def kv_itemsize(kv_dtype: str) -> int:
 
 
 def anchor_check(
-    spec: AttentionSpec, kind: str, dtype: str, kv_dtype: str, backend: Backend, small: bool
+    spec: AttentionSpec,
+    kind: str,
+    dtype: str,
+    kv_dtype: str,
+    backend: Backend,
+    sequences: int,
+    context: int,
+    chunk: int,
 ) -> Check:
-    """64 sequences of 4096 tokens decode; or a chunk of 512 that ends at 8192."""
-    sequences, context, chunk = (4, 256, 128) if small else (64, 4096, 512)
+    """So many sequences of `context` tokens decode; or a chunk of prefill ends at twice as many."""
     if kind == "prefill":
         sequences, context = 1, 2 * context
     spec = for_cache(spec, kv_dtype, backend)

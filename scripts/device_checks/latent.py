@@ -15,13 +15,13 @@ from jaxinfer_kernels.specs import AttentionSpec, LatentSpec
 from tests.kernels.attention_cases import make_case
 
 
-def mla_check(spec: LatentSpec, dtype: str, backend: Backend, small: bool) -> Check:
-    """64 decodes of 4096 tokens, and a short prompt."""
+def mla_check(spec: LatentSpec, decodes: list[int], dtype: str, backend: Backend) -> Check:
+    """Decodes of so many tokens each, and two short prompts."""
     width = spec.latent_dim + spec.rope_dim
 
     def run() -> Outcome:
         plain = AttentionSpec("as one head", spec.num_heads, 1, width, page_size=spec.page_size)
-        decodes, prefills = [40, 0, 7, 300] if small else [4096] * 64, [(0, 6), (200, 70)]
+        prefills = [(0, 6), (200, 70)]
         case = make_case(plain, decodes, prefills, dtype=dtype)
         numbers = case.numbers[:, :1].astype(dtype)
         q_latent, q_rope = jnp.split(case.q, [spec.latent_dim], axis=2)

@@ -24,7 +24,7 @@ def linear_checks(backends: list[Backend], small: bool) -> list[Check]:
             (linear_check, (num_ffn, num_hidden)),
             (gated_linear_check, (num_hidden, num_ffn)),
         )
-        for rows in ((4, 40) if small else (1, 32, 512))
+        for rows in ((4, 40) if small else (1, 32, 256))
         for backend in backends
     ]
 
