@@ -4,8 +4,8 @@ Each pipeline stage (parallel/stages.py) has a mesh and programs of its own, so 
 stages. Two axes. Along "data" lie groups of devices that serve requests of their own, each with its own pages
 and slots: a step is one program that every group runs on its part of the step's arrays, side by side
 (`over_groups`). Along "tensor" the devices of a group share each layer (Shoeybi et al. 2019, arXiv
-1909.08053): the parameters' shardings and `constrain` tell the compiler how, and only the attention is
-written for one device (ops/attention.py).
+1909.08053): the parameters' shardings and `constrain` tell the compiler how, and only attention and sampling
+are written for one device (ops/).
 """
 
 from __future__ import annotations
