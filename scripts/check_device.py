@@ -92,8 +92,8 @@ def describe_device() -> tuple[dict[str, Any], Any]:
     """The device for the report, and the backend of its own kernels."""
     import jax
 
-    from jaxinfer.engine.resolve import GPU_CAPABILITIES
     from jaxinfer.memory.chips import CHIPS as FIGURES
+    from jaxinfer_kernels.gpu import GPU_CAPABILITIES
 
     device = jax.devices()[0]
     kind = device.device_kind.lower()

@@ -24,12 +24,11 @@ from jaxinfer.memory.chips import GIB
 from jaxinfer.memory.ledger import CompiledBytes, DoesNotFitError, Ledger, MemoryModel
 from jaxinfer.parallel.layout import padding
 from jaxinfer_kernels import Backend, kv_tile_tokens, prefill_tile_tokens
+from jaxinfer_kernels.gpu import GPU_CAPABILITIES
 
 # On a host, whose memory other programs share, the cache takes so much unless told otherwise.
 CPU_KV_CACHE_BYTES = GIB
 DTYPES = ("float32", "bfloat16", "float16")
-# Compute capabilities of the GPUs that attention=gpu is for: Hopper's, and the B200's.
-GPU_CAPABILITIES = ("9.0", "10.0")
 SMALLEST_TPU_PAGE = 16  # tokens: rows that a TPU's memory is addressed by
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxinfer.engine.resolve import GPU_CAPABILITIES
 from jaxinfer_kernels import mla_paged_attention
 from jaxinfer_kernels.gpu import attention, mla, targets
 from jaxinfer_kernels.specs import AttentionSpec, LatentSpec
@@ -111,8 +110,3 @@ def test_other_generations_are_refused(capability: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(jax, "devices", lambda: [device(capability)])
     with pytest.raises(ValueError, match=rf"NVIDIA X is of compute capability {capability}: use"):
         targets.current_target()
-
-
-def test_the_engine_knows_the_same_generations() -> None:
-    known = [capability for target in targets.TARGETS for capability in target.capabilities]
-    assert tuple(known) == GPU_CAPABILITIES

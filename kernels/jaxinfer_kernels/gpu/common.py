@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer_kernels.gpu.targets import Ref
+from jaxinfer_kernels.layout import first_seen
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a row that sees nothing yet stays free of NaN
@@ -83,12 +84,7 @@ class Visibility:
 
     def first(self, position: Any) -> Any:
         """The first position that the query at `position` sees: arrays and kernel scalars."""
-        first = jnp.zeros_like(position)
-        if self.sliding_window is not None:
-            first = jnp.maximum(first, position - (self.sliding_window - 1))
-        if self.attention_chunk is not None:
-            first = jnp.maximum(first, position - lax.rem(position, jnp.int32(self.attention_chunk)))
-        return first
+        return first_seen(position, self.sliding_window, self.attention_chunk)
 
     def limit(self, tokens: int) -> int:
         """How many of `tokens` positions one query sees at most."""

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxinfer_kernels.gpu import BLACKWELL_CAPABILITIES, HOPPER_CAPABILITIES
+
 Ref = Any  # a Pallas reference: jax has no public type for it
 Sums = Any  # scratch of products, a pytree of Refs
 
@@ -87,7 +89,7 @@ class Hopper(Target):
     """wgmma, of sm_90a. See `Target`."""
 
     name = "Hopper"
-    capabilities = ("9.0",)
+    capabilities = HOPPER_CAPABILITIES
     chips = ("H100", "H200", "GH200")
     num_sms = 132  # of an H100 SXM and an H200
     rows = 64
@@ -128,7 +130,7 @@ class Blackwell(Target):
     """
 
     name = "Blackwell"
-    capabilities = ("10.0",)
+    capabilities = BLACKWELL_CAPABILITIES
     chips = ("B200", "GB200")
     num_sms = 148  # of a B200
     rows = 128

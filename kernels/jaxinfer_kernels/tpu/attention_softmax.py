@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxinfer_kernels.layout import first_seen
 from jaxinfer_kernels.tpu.attention_layout import LANES
 
 Ref = Any  # a Pallas reference: pl.pallas_call hands it to the kernel
@@ -36,11 +37,7 @@ class AttentionOptions:
 
     def first_seen(self, position: Scalar) -> Scalar:
         """The first position that a query at `position` sees."""
-        if self.sliding_window is not None:
-            return jnp.maximum(position - self.sliding_window + 1, 0)
-        if self.attention_chunk is not None:
-            return lax.div(position, self.attention_chunk) * self.attention_chunk
-        return jnp.int32(0)
+        return first_seen(position, self.sliding_window, self.attention_chunk)
 
     def logits(self, products: jax.Array, key_scales: jax.Array | None) -> jax.Array:
         """q.k as logits to the base 2: exp2 is what the hardware has."""
