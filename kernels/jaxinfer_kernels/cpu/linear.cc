@@ -110,9 +110,9 @@ void MultiplyPanel(const Product& p, int64_t panel, int64_t begin, int64_t end, 
   constexpr int64_t kRows = kBlockRows<kVectors>, kWidth = kVectors * kLanes;
   const int64_t column = panel * kPanelWidth;
   const int64_t columns = std::min(p.T - column, kWidth);
-  const float* next_rows = p.weight + kRows * (p.K + depth_begin);  // this depth's part of them
-  const Factor::Part part{p.weight + depth_begin, static_cast<int>(depth_end - depth_begin),
-                          panel == 0 ? next_rows : nullptr};
+  const float* weight_part = p.weight + depth_begin;
+  const float* ahead = panel == 0 ? weight_part + kRows * p.K : nullptr;  // the next rows
+  const Factor::Part part{weight_part, static_cast<int>(depth_end - depth_begin), ahead};
   const Factor weight{p.K, 1, &part, 1};
   const float* b = (IsPanel(p) ? p.x : p.packed + panel * p.K * kPanelWidth) + depth_begin * kWidth;
   const bool add = depth_begin > 0;

@@ -114,11 +114,15 @@ __attribute__((noinline)) void MultiplyBlock(const Factor& a, int64_t first, con
     const float* factors = start + first * a.row;
     int k = 0;
     if (ahead != nullptr && a.column == 1) {
+      // Rows that follow each other are fetched as one piece, from front to back.
+      const bool whole = depth == a.row;
+      const ptrdiff_t to_row = whole ? kLineFloats : a.row,
+                      to_next = whole ? kRows * kLineFloats : kLineFloats;
       const float* lines = ahead + first * a.row;
-      for (; k + kLineFloats <= depth; k += kLineFloats, lines += kRows * kLineFloats) {
+      for (; k + kLineFloats <= depth; k += kLineFloats, lines += to_next) {
 #pragma GCC unroll 16
         for (int i = 0; i < kLineFloats; ++i, ++factors) {
-          if (i < kRows) Fetch(lines + i * kLineFloats);
+          if (i < kRows) Fetch(lines + i * to_row);
           multiply(factors);
         }
       }
