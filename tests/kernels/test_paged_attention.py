@@ -93,6 +93,13 @@ def test_page_sizes(backend: Backend, page_size: int) -> None:
     check(make_case(spec, [70, page_size], [(130, 9)], backend=backend))
 
 
+@pytest.mark.parametrize("group", [1, 2, 4, 6, 8, 9, 17])
+def test_heads_to_a_kv_head_on_a_cpu(group: int) -> None:
+    """Up to 8 have a kernel each, 9 fill one vector of columns with few queries, and 17 two."""
+    spec = replace(PLAIN, num_heads=2 * group, num_kv_heads=2, soft_cap=20.0)
+    check(make_case(spec, [70, 1, 33], [(130, 9)], backend="cpu"))
+
+
 lengths = st.lists(st.integers(0, 280), max_size=4)
 chunks = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 64)), max_size=2)
 ROOM = Room(decodes=4, tiles=4, pages_a_seq=20, pages=109)

@@ -15,7 +15,7 @@
 
 namespace jaxinfer {
 
-constexpr int kFewQueries = 4;
+constexpr int kFewQueries = 8;
 
 template <int kQueries>
 class FewQueries {
@@ -45,7 +45,7 @@ class FewQueries {
     for (int page = 0; page < block.num_pages; s += block.depths[page++])
       Score(block.keys[page], block.depths[page], page < ahead.num_pages ? ahead.keys[page] : nullptr, s);
     for (int q = 0; q < kQueries; ++q) Soften(q, block.end - block.begin);
-    constexpr int kVectors = kRegisters >= 32 ? 4 : 2;
+    constexpr int kVectors = kRegisters / (kQueries > 4 ? 16 : 8);  // all queries' sums fill half of them
     int64_t h = 0;
     for (; h + kVectors * kLanes <= a_.H; h += kVectors * kLanes) AddValues<kVectors>(block, ahead, h);
     for (; h < a_.H; h += kLanes) AddValues<1>(block, ahead, h);
@@ -73,10 +73,10 @@ class FewQueries {
       for (int64_t h = 0; h < a_.H; h += kLanes) {
         if (ahead != nullptr) Fetch(ahead + i * a_.H + h);
         const Vector key = LoadHead(keys, h);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int q = 0; q < kQueries; ++q) sums[q] += key * Load(queries_.data() + q * stride_ + h);
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int q = 0; q < kQueries; ++q) weights_[q][s + i] = Sum(sums[q]);
     }
   }
@@ -110,27 +110,27 @@ class FewQueries {
   void AddValues(const Block& block, const Block& ahead, int64_t h) {
     const int64_t head_floats = a_.page_size * a_.H;
     Vector sums[kQueries][kVectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int q = 0; q < kQueries; ++q)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int i = 0; i < kVectors; ++i)
         sums[q][i] = Load(sums_.data() + q * stride_ + h + i * kLanes) * rescale_[q];
     for (int page = 0, s = 0; page < block.num_pages; ++page) {
       const float* values = block.keys[page] + head_floats;
       const float* next = page < ahead.num_pages ? ahead.keys[page] + head_floats : nullptr;
       for (int row = 0; row < block.depths[page]; ++row, ++s, values += a_.H) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int i = 0; i < kVectors; ++i) {
           if (next != nullptr) Fetch(next + row * a_.H + h + i * kLanes);
           const Vector value = kVectors > 1 ? Load(values + h + i * kLanes) : LoadHead(values, h);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int q = 0; q < kQueries; ++q) sums[q][i] += weights_[q][s] * value;
         }
       }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int q = 0; q < kQueries; ++q)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int i = 0; i < kVectors; ++i) Store(sums_.data() + q * stride_ + h + i * kLanes, sums[q][i]);
   }
 
