@@ -5,6 +5,7 @@ from __future__ import annotations
 from absl import flags as absl_flags
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.memory.chips import CHIPS
 from jaxinfer.types import SamplingParams
 
 FlagValues = absl_flags.FlagValues
@@ -203,11 +204,8 @@ def define_bench(values: FlagValues) -> None:
 
 def define_plan(values: FlagValues) -> None:
     """Flags of `jaxinfer.plan`."""
-    absl_flags.DEFINE_string(
-        "chip",
-        "cpu",
-        "The accelerator: v4, v5e, v5p, v6e, tpu7x, h100, h200, b200; cpu is this machine.",
-        flag_values=values,
+    absl_flags.DEFINE_enum(
+        "chip", "cpu", ["cpu", *CHIPS], "The accelerator; cpu is this machine.", flag_values=values
     )
     absl_flags.DEFINE_enum(
         "quantize",

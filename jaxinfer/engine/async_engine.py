@@ -14,6 +14,7 @@ from absl import logging
 from jaxinfer.config import SchedulerConfig
 from jaxinfer.memory.measured import MemoryReport
 from jaxinfer.metrics import EngineStats, Metrics
+from jaxinfer.parallel.hosts import HostsError
 from jaxinfer.text import Tokenizer
 from jaxinfer.types import Request, RequestError, TokenOutput
 
@@ -225,7 +226,8 @@ class AsyncEngine:
                     if outputs:
                         self._call(self._deliver, outputs)
         except Exception as error:  # whatever it is, the clients must hear of it
-            logging.exception("The engine failed.")
+            # That a host has gone is no fault of ours to be found by a traceback.
+            logging.error("The engine failed: %s", error, exc_info=not isinstance(error, HostsError))
             # Set here already: what the inbox holds must not reach an engine that nobody steps.
             self._error = EngineUnavailableError(f"the engine failed: {error}")
             self._call(self._fail_all, self._error)

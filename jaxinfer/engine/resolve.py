@@ -236,7 +236,7 @@ def _backend(config: EngineConfig, device: Device, *dtypes: str, cpu_kernels: bo
     if backend == "tpu" and "float16" in dtypes:
         raise ConfigError(
             f"dtype={config.dtype!r} and kv_cache_dtype={config.kv_cache_dtype!r} must not be float16 with "
-            f"attention={config.attention}"
+            f"attention={config.attention}, whose kernel for TPUs has none: use bfloat16, or attention=xla"
         )
     return backend
 
@@ -267,15 +267,17 @@ def _total_bytes(device: Device, mesh: MeshConfig, num_hosts: int) -> int:
 
 
 def _available_pages(config: EngineConfig, memory: MemoryModel, total_bytes: int, budget_bytes: int) -> int:
-    """Pages that a device has room for: in the bytes asked for, else in what is left beside everything else.
+    """As many as asked for, or that the bytes asked for hold, or what is left beside everything else.
 
     Raises:
       DoesNotFitError: nothing is left.
     """
+    if config.num_pages is not None:
+        return config.num_pages
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes // memory.page_bytes
     rest = memory.ledger(0)
-    if budget_bytes <= rest.device_bytes and config.num_pages is None:
+    if budget_bytes <= rest.device_bytes:
         raise DoesNotFitError(
             f"the model does not fit: {rest.weights / GIB:.2f} GiB of weights and "
             f"{(rest.device_bytes - rest.weights) / GIB:.2f} GiB of all but the KV cache are "
@@ -290,8 +292,7 @@ def _available_pages(config: EngineConfig, memory: MemoryModel, total_bytes: int
 def _longest_that_fits(config: EngineConfig, memory: MemoryModel, available_pages: int) -> int:
     """The length limit where nobody asked for one: the model's own may be far more than the cache holds."""
     longest = memory.model.max_position_embeddings
-    num_pages = config.num_pages or available_pages
-    fitting = max(num_pages - 1, 1) * config.page_size
+    fitting = max(available_pages - 1, 1) * config.page_size
     if fitting >= longest:
         return longest
     logging.info("max_model_len is %d: the KV cache holds no more of the model's %d", fitting, longest)

@@ -251,7 +251,7 @@ def _described_tpu(chip: Chip, mesh: MeshConfig) -> Sequence[Any]:
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"{name} cannot be described: {reason[:_MAX_REASON]}; compiling for TPUs needs libtpu, which "
-            "pip install jaxinfer[plan] brings"
+            "the extra plan brings: pip install -e '.[plan]' where jaxinfer's source is"
         ) from error
     if len(devices) != mesh.num_devices:
         raise ConfigError(

@@ -124,8 +124,9 @@ def advice(
 ) -> tuple[Change, ...]:
     """What would make it fit, the least change first.
 
-    Another mesh of the same chips; quantised weights; shorter requests; more chips in a group, or in stages
-    where that is too few; and last, how much would have to stay in the host's memory.
+    Fewer pages than asked for; another mesh of the same chips; quantised weights; shorter requests; more
+    chips in a group, or in stages where that is too few; and last, how much would have to stay in the host's
+    memory.
     """
 
     def fits(config: EngineConfig, quantize: str = quantize) -> Plan | None:
@@ -142,6 +143,9 @@ def advice(
         return "", None
 
     def candidates() -> Iterator[tuple[str, Plan | None]]:
+        fewer = None if config.num_pages is None else fits(config.replace(num_pages=None))
+        if fewer is not None and fewer.resolved.cache.num_pages < (config.num_pages or 0):
+            yield f"--num_pages={fewer.resolved.cache.num_pages}", fewer
         for mesh in _meshes_as_large(config):
             yield f"--mesh={mesh}", fits(config.replace(mesh=mesh))
         if quantize == "none":

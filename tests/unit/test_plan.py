@@ -60,6 +60,17 @@ def test_few_slots_take_no_more_pages_than_they_can_use(capsys: pytest.CaptureFi
     assert report["requests"]["largest_context"] == 131_072  # the budget holds more than the engine takes
 
 
+def test_pages_that_are_asked_for_bound_the_largest_context(capsys: pytest.CaptureFixture[str]) -> None:
+    """128 of 16 tokens beside the null page; and where they are too many, as many as fit are advised."""
+    status, report, _ = run(capsys, "Llama-3.1-8B", "--chip=h100", "--num_pages=129")
+    assert (status, report["requests"]["largest_context"]) == (0, 2048)
+    status, report, err = run(capsys, "Llama-3.1-8B", "--chip=h100", "--num_pages=1000000")
+    assert (status, report["fits"], "num_pages=1000000 make" in err) == (1, False, True)
+    advised = report["changes"][0]["change"]
+    assert advised.startswith("--num_pages=")
+    assert run(capsys, "Llama-3.1-8B", "--chip=h100", advised)[0] == 0
+
+
 def test_70b_in_bfloat16_is_refused_on_8_v5e_and_planned_in_int8(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--chip=v5e", "--mesh=1x8", "--max_model_len=8192")
     status, report, err = run(capsys, "Llama-3.3-70B", *flags)
@@ -223,7 +234,6 @@ def test_a_gguf_header_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--chip=v3"], "chip='v3' must be one of cpu, v4"),
         (["--chip=v5e", "--mesh=1x64"], "64-way tensor parallelism needs as many query heads"),
         (["--chip=v5e", "--max_model_len=200000"], "must be at most 131072"),
         # 32 slots in each of 2 groups.
@@ -240,6 +250,12 @@ def test_what_cannot_be_planned_is_one_line(
     assert (status, report) == (1, {})
     assert text in err
     assert err.count("\n") == 1
+
+
+def test_an_unknown_chip_is_a_wrong_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report, err = run(capsys, "Llama-3.1-8B", "--chip=v3")
+    assert (status, report, err.count("\n")) == (2, {}, 1)
+    assert "flag --chip=v3: value should be one of <cpu|v4|v5e|" in err
 
 
 def test_nothing_is_advised_where_nothing_helps(capsys: pytest.CaptureFixture[str]) -> None:
