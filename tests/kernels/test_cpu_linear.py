@@ -88,6 +88,11 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
         assert np.isfinite(few[:, ::2]).all()
 
 
+def test_no_rows_and_no_tokens() -> None:
+    assert run(linear, np.zeros((0, 4), np.float32), np.zeros((4, 20), np.float32)).shape == (0, 20)
+    assert run(linear, np.zeros((5, 4), np.float32), np.zeros((4, 0), np.float32)).shape == (5, 0)
+
+
 def test_programs_that_run_at_the_same_time() -> None:
     """The kernels' threads serve one at a time: the others compute alone."""
     cases = [draw(200, 90, num_tokens, num_tokens) for num_tokens in range(1, 41)]

@@ -66,7 +66,8 @@ ffi::Error AddRmsNorm(ffi::ThreadPool threads, Floats2 x, Floats2 delta, Floats1
                   out->typed_data(), x.dimensions()[0],  x.dimensions()[1],   eps};
   const int num_threads = static_cast<int>(threads.num_threads());
   const int64_t num_vectors = CeilDiv(norm.T, kLanes);
-  const int64_t size = std::min<int64_t>(kVectors, CeilDiv(num_vectors, std::max(1, num_threads))) * kLanes;
+  const int64_t share = CeilDiv(num_vectors, std::max(1, num_threads));
+  const int64_t size = std::clamp<int64_t>(share, 1, kVectors) * kLanes;
   Team::Get().Run(num_threads, CeilDiv(norm.T, size), [&](int64_t task) {
     int64_t t = task * size;
     const int64_t end = std::min(norm.T, t + size);

@@ -164,7 +164,8 @@ void MultiplyRange(const Product& p, int64_t begin, int64_t end) {
 template <typename Work>
 void ForRows(int64_t num_rows, int num_threads, const Work& work) {
   constexpr int64_t kRows = kBlockRows<kPanelVectors>;
-  const int64_t size = CeilDiv(CeilDiv(num_rows, kRowTasksAThread * std::max(1, num_threads)), kRows) * kRows;
+  const int64_t share = CeilDiv(num_rows, kRowTasksAThread * std::max(1, num_threads));
+  const int64_t size = std::max<int64_t>(1, CeilDiv(share, kRows)) * kRows;
   Team::Get().Run(num_threads, CeilDiv(num_rows, size),
                   [&](int64_t task) { work(task * size, std::min(num_rows, (task + 1) * size)); });
 }

@@ -53,12 +53,7 @@ class Team {
       return;
     }
     num_threads_ = std::min(num_threads, kMaxThreads);
-    while (static_cast<int>(helpers_.size()) < num_threads_ - 1) {
-      std::thread helper([this, thread = static_cast<int>(helpers_.size()) + 1] { Help(thread); });
-      helpers_.push_back(helper.native_handle());
-      avoided_ = -1;
-      helper.detach();
-    }
+    if (static_cast<int>(helpers_.size()) < num_threads_ - 1) AddHelpers();
     KeepHelpersOffThisProcessor();
     call_ = [](const void* work, int64_t task) { (*static_cast<const Work*>(work))(task); };
     work_ = &work;
@@ -78,18 +73,31 @@ class Team {
   static constexpr int kSpins = 2000;
   static constexpr int kMaxThreads = 256;
 
+  void AddHelpers() {
+#if defined(__linux__)
+    process_ = getpid();
+    avoided_ = -1;
+    // Helpers may run where the caller may. With more processors than a cpu_set_t has, where they like.
+    if (sched_getaffinity(0, sizeof allowed_, &allowed_) != 0) CPU_ZERO(&allowed_);
+#endif
+    while (static_cast<int>(helpers_.size()) < num_threads_ - 1) {
+      std::thread helper([this, thread = static_cast<int>(helpers_.size()) + 1] { Help(thread); });
+      helpers_.push_back(helper.native_handle());
+      helper.detach();
+    }
+  }
+
   // Linux leaves a helper and the caller on one processor for 10 or 20 ms, with another idle, and the caller
   // is another of XLA's threads in each step.
   void KeepHelpersOffThisProcessor() {
 #if defined(__linux__)
     const int processor = sched_getcpu();
-    if (processor == avoided_) return;
+    if (processor == avoided_ || getpid() != process_) return;  // a forked process has no helpers
     avoided_ = processor;
-    cpu_set_t allowed;
-    if (sched_getaffinity(getpid(), sizeof allowed, &allowed) != 0) return;
-    CPU_CLR(processor, &allowed);
-    if (CPU_COUNT(&allowed) == 0) return;
-    for (const pthread_t helper : helpers_) pthread_setaffinity_np(helper, sizeof allowed, &allowed);
+    cpu_set_t others = allowed_;
+    CPU_CLR(processor, &others);
+    if (CPU_COUNT(&others) == 0) return;
+    for (const pthread_t helper : helpers_) pthread_setaffinity_np(helper, sizeof others, &others);
 #endif
   }
 
@@ -124,7 +132,11 @@ class Team {
 
   std::mutex busy_;
   std::vector<std::thread::native_handle_type> helpers_;
+#if defined(__linux__)
+  pid_t process_ = 0;
+  cpu_set_t allowed_;
   int avoided_ = -1;
+#endif
   void (*call_)(const void*, int64_t) = nullptr;
   const void* work_ = nullptr;
   int64_t num_tasks_ = 0;
