@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxinfer.config import ConfigError, EngineConfig, HostsConfig
-from jaxinfer.flags import HelpRequestedError, UsageError, set_up_logging
+from jaxinfer.flags import HelpRequestedError, UsageError, keep_libtpu_quiet, set_up_logging
 from jaxinfer.parallel.hosts import HostsError
 from jaxinfer.types import RequestError
 from jaxinfer_checkpoints import CheckpointError
@@ -48,6 +48,7 @@ def run(parse: Callable[[Sequence[str]], Any], command: Callable[[Any], int], ar
         options = parse(argv)
         verbosity, hosts = options.verbosity, options.engine.hosts
         set_up_logging(verbosity)
+        keep_libtpu_quiet()
         if hosts is not None:
             _keep_answers_apart()
         status = _follow(options.engine) if hosts is not None and hosts.host_id else command(options)

@@ -286,6 +286,12 @@ def describe_absent_tpus() -> None:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
+def keep_libtpu_quiet() -> None:
+    """Where there is no TPU, but libtpu for `plan`: it would say so in five lines."""
+    if not any(Path("/dev").glob("accel*")) and not Path("/dev/vfio").exists():
+        describe_absent_tpus()
+
+
 def set_up_logging(verbosity: int) -> None:
     """Sends absl's log to stderr: -1 is warnings and worse, 0 info, 1 debug."""
     absl_flags.FLAGS.mark_as_parsed()  # absl warns of every line that it logs before
