@@ -70,9 +70,7 @@ struct Factor {
   struct Part {
     const float* start;
     int depth;
-    // What is needed soon, and is fetched meanwhile, or null: as much from `first` on as the block has, in
-    // one piece where it is read along k.
-    const float* ahead;
+    const float* ahead;  // what lies like this part and is needed soon, which is fetched meanwhile; or null
   };
 
   ptrdiff_t row, column;
