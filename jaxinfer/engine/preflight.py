@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -13,8 +12,6 @@ from jaxinfer.engine.resolve import ResolvedConfig
 from jaxinfer.memory.bundle_key import source_digest, versions
 from jaxinfer.parallel.hosts import Hosts, HostsError
 from jaxinfer_checkpoints import CheckpointReader, fingerprint
-
-_SERVICE_OUTLASTS_S = 1.0  # jax aborts a process that outlives its service, which host 0 has
 
 # Where things lie may differ, and a checkpoint is known by its fingerprint.
 _OWN_FLAGS = frozenset(
@@ -66,8 +63,6 @@ def devices_of_all(hosts: Hosts, reader: CheckpointReader, mesh: MeshConfig) -> 
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     hosts.agree({"devices": str(len(devices))})  # none may fail while another still looks for the devices
     if len(devices) != mesh.num_devices:
-        if config.host_id == 0:
-            time.sleep(_SERVICE_OUTLASTS_S)
         raise ConfigError(
             f"mesh={mesh} has {mesh.num_devices} devices, and the {config.num_hosts} hosts have "
             f"{len(devices)}: it must take all of them"

@@ -26,7 +26,8 @@ HELLO_TIMEOUT_S = 5.0
 RETRY_S = 0.2
 VERDICT_MARGIN_S = 5.0  # that host 0 has to say who is missing
 NOTICE_S = 3.0  # in which a link notices that its other end is gone
-LEAVING_S = 3.0  # that the others have to end before a host 0 that failed
+LEAVING_S = 3.0  # that the others have to leave before a host 0 that failed
+ENDING_S = 1.0  # and then to end: a process gives up its links a moment before
 # Of a host that is gone without a word: probes after 10 s, and the end after 20 s more.
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
 
@@ -230,6 +231,8 @@ class Hosts:
         for link in links.values():
             # Where jax loses its coordinator it aborts the process: host 0 goes last.
             link.close(LEAVING_S if failure and self.leads else 0.0)
+        if failure and self.leads:
+            time.sleep(ENDING_S)
 
     def _on_gone(self, error: HostsError) -> None:
         # Nothing is new where this host has left, or another goes because of the first.
