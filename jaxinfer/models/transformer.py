@@ -85,8 +85,8 @@ class Attention(nnx.Module):
         """x [D, T] -> [D, T], and the layer's pages with this step's k and v written."""
         config, num_tokens = self.config, x.shape[1]
         heads = self.qkv_proj(x).reshape(-1, config.head_dim, num_tokens)
-        if config.matmul == "cpu" and self.q_norm is None:
-            qkv = rotate_qkv(heads, *rope, num_kv_heads=config.num_key_value_heads, backend="cpu")
+        if self.q_norm is None and config.tensor_parallel == 1:
+            qkv = rotate_qkv(heads, *rope, num_kv_heads=config.num_key_value_heads, backend=config.matmul)
         else:
             qkv = self._rotated(heads, rope)
         q, k, v = (part.transpose(2, 0, 1) for part in qkv)

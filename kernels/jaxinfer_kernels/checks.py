@@ -169,6 +169,38 @@ def check_linear(weight: jax.Array, x: jax.Array, backend: str) -> None:
         raise ValueError(f"weight ({weight.dtype}) and x ({x.dtype}) must be float32 with backend='cpu'")
 
 
+def check_add_rms_norm(x: jax.Array, delta: jax.Array, weight: jax.Array, backend: str) -> None:
+    """Raises ValueError where an argument of `elementwise.add_rms_norm` does not fit."""
+    check_backend("add_rms_norm", ("cpu", "xla"), backend, interpret=False)
+    if x.ndim != 2 or delta.shape != x.shape or weight.shape != x.shape[:1]:
+        raise ValueError(
+            f"x{x.shape}, delta{delta.shape} and weight{weight.shape} must be [D, T], [D, T] and [D]"
+        )
+    if backend == "cpu":
+        _check_float32(x=x, delta=delta, weight=weight)
+
+
+def check_rotate_qkv(
+    heads: jax.Array, cos: jax.Array, sin: jax.Array, num_kv_heads: int, backend: str
+) -> None:
+    """Raises ValueError where an argument of `elementwise.rotate_qkv` does not fit."""
+    check_backend("rotate_qkv", ("cpu", "xla"), backend, interpret=False)
+    if heads.ndim != 3 or not (0 < num_kv_heads < heads.shape[0] / 2) or heads.shape[1] % 2:
+        raise ValueError(
+            f"heads{heads.shape} must be [N + 2K, H, T], with K = num_kv_heads={num_kv_heads} and H even"
+        )
+    if cos.shape != (heads.shape[1] // 2, heads.shape[2]) or sin.shape != cos.shape:
+        raise ValueError(f"cos{cos.shape} and sin{sin.shape} must be [H / 2, T] of heads{heads.shape}")
+    if backend == "cpu":
+        _check_float32(heads=heads, cos=cos, sin=sin)
+
+
+def _check_float32(**arrays: jax.Array) -> None:
+    for name, array in arrays.items():
+        if array.dtype != jnp.float32:
+            raise ValueError(f"{name} ({array.dtype}) must be float32 with backend='cpu'")
+
+
 def check_grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
     """Raises ValueError where an argument of `matmul.grouped_matmul` does not fit."""
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[2]:

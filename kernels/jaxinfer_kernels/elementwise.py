@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer_kernels.checks import check_backend
+from jaxinfer_kernels.checks import check_add_rms_norm, check_rotate_qkv
 from jaxinfer_kernels.cpu import elementwise as cpu
 from jaxinfer_kernels.layout import Backend
-
-_BACKENDS: tuple[Backend, ...] = ("cpu", "xla")
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, axis: int = 0) -> jax.Array:
@@ -42,13 +40,8 @@ def add_rms_norm(
     Raises:
       ValueError: an argument does not fit or the backend does not support it, by the argument's name.
     """
-    check_backend("add_rms_norm", _BACKENDS, backend, interpret=False)
-    if x.ndim != 2 or delta.shape != x.shape or weight.shape != x.shape[:1]:
-        raise ValueError(
-            f"x{x.shape}, delta{delta.shape} and weight{weight.shape} must be [D, T], [D, T] and [D]"
-        )
+    check_add_rms_norm(x, delta, weight, backend)
     if backend == "cpu":
-        _check_float32(x=x, delta=delta, weight=weight)
         return cpu.add_rms_norm(x, delta, weight, eps=eps)
     x = x + delta
     return x, rms_norm(x, weight, eps=eps)
@@ -83,22 +76,9 @@ def rotate_qkv(
     Raises:
       ValueError: an argument does not fit or the backend does not support it, by the argument's name.
     """
-    check_backend("rotate_qkv", _BACKENDS, backend, interpret=False)
-    num_heads = heads.shape[0] - 2 * num_kv_heads
-    if heads.ndim != 3 or not (0 < num_kv_heads < heads.shape[0] / 2) or heads.shape[1] % 2:
-        raise ValueError(
-            f"heads{heads.shape} must be [N + 2K, H, T], with K = num_kv_heads={num_kv_heads} and H even"
-        )
-    if cos.shape != (heads.shape[1] // 2, heads.shape[2]) or sin.shape != cos.shape:
-        raise ValueError(f"cos{cos.shape} and sin{sin.shape} must be [H / 2, T] of heads{heads.shape}")
+    check_rotate_qkv(heads, cos, sin, num_kv_heads, backend)
     if backend == "cpu":
-        _check_float32(heads=heads, cos=cos, sin=sin)
         return cpu.rotate_qkv(heads, cos, sin, num_kv_heads=num_kv_heads)
+    num_heads = heads.shape[0] - 2 * num_kv_heads
     q, k, v = jnp.split(heads, (num_heads, num_heads + num_kv_heads))
     return rotate(q, cos, sin), rotate(k, cos, sin), v
-
-
-def _check_float32(**arrays: jax.Array) -> None:
-    for name, array in arrays.items():
-        if array.dtype != jnp.float32:
-            raise ValueError(f"{name} ({array.dtype}) must be float32 with backend='cpu'")
