@@ -46,7 +46,8 @@ def prepare_programs(
     if config.bundle is None:
         return compile_engine(model, resolved, meshes, counter)
     directory, key = Path(config.bundle), engine_key(config, model, resolved, meshes)
-    bundled = _load(directory, key, model, resolved, meshes)
+    batcher = StepBatcher(resolved.scheduler, resolved.cache)
+    bundled = _load(directory, key, model, resolved, meshes, batcher)
     if hosts is not None:
         lacking = [str(i) for i, found in enumerate(hosts.share(isinstance(bundled, dict))) if not found]
         if lacking and isinstance(bundled, dict):
@@ -54,7 +55,6 @@ def prepare_programs(
     if isinstance(bundled, dict):
         load_in_background(bundled.values())
         logging.info("%d programs from the bundle in %s", len(bundled), directory)
-        batcher = StepBatcher(resolved.scheduler, resolved.cache)
         return Programs.of(batcher, bundled, len(meshes), stages_here(meshes))
     logging.warning("compiling: %s", bundled)
     programs = compile_engine(model, resolved, meshes, counter)
@@ -98,9 +98,9 @@ def _load(
     model: ModelConfig,
     resolved: ResolvedConfig,
     meshes: Sequence[Mesh | None],
+    batcher: StepBatcher,
 ) -> dict[str, BundledProgram] | BundleError:
     """By name, those that a first request needs loaded; or why jax cannot, or that there is no bundle."""
-    batcher = StepBatcher(resolved.scheduler, resolved.cache)
     exchanges = make_exchanges(batcher, resolved.scheduler, model.hidden_size, resolved.dtype, meshes)
     devices = [_devices(mesh) for mesh in meshes]
 
